@@ -1,0 +1,55 @@
+"""Everything else that touches torch's private modules, so that a torch upgrade has one place to look."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def inside_functorch_transform() -> bool:
+    """True inside torch.func.grad, vmap, jvp and their like."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def keep_backward_buffers() -> AbstractContextManager[Any]:
+    """Compile so that several VJPs may run on one graph.
+
+    By default a compiled backward reuses ("donates") its saved buffers, and the second VJP of an adjoint solve raises.
+    """
+    import torch._functorch.config as config
+
+    return config.patch(donated_buffer=False)
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype autocast computes in on this device, or None when it is off."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def reenter_autocast(device_type: str, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Autocast as it was when `dtype` was read by `autocast_dtype`; a backward pass starts without it."""
+    if autocast_dtype(device_type) == dtype:
+        return nullcontext()
+    if dtype is None:
+        return torch.autocast(device_type, enabled=False)
+    return torch.autocast(device_type, dtype=dtype)
+
+
+def leaf_variables(outputs: list[Tensor]) -> list[Tensor]:
+    """The leaf tensors that receive gradients when `outputs` are differentiated."""
+    seen, stack, found = set(), [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None], []
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            found.append(variable)
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    return found

@@ -1,0 +1,31 @@
+"""Error helpers: what was given, what was expected, the nearest valid choice."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a registry or a list of choices."""
+    choices = sorted(known)
+    near = difflib.get_close_matches(str(given), choices, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return ValueError(f"unknown {kind} {given!r}{hint} Known: {', '.join(choices)}.")
+
+
+def require_number(
+    owner: str, name: str, value: Any, *, low: float, high: float = float("inf"), open_low: bool = False
+) -> None:
+    """Raise unless `value` is a real number in [low, high) (or (low, high) with `open_low`)."""
+    valid = isinstance(value, int | float) and not isinstance(value, bool)
+    if valid:
+        valid = (low < value if open_low else low <= value) and value < high
+    if not valid:
+        left = "(" if open_low else "["
+        raise ValueError(f"{owner}: {name} must be a number in {left}{low:g}, {high:g}), got {value!r}.")
+
+
+def require_count(owner: str, name: str, value: Any, *, low: int = 1) -> None:
+    """Raise unless `value` is an integer of at least `low`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{owner}: {name} must be an integer of at least {low}, got {value!r}.")

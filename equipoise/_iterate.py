@@ -1,0 +1,284 @@
+"""The driver: one loop for every solver, written once.
+
+It evaluates f once per step and owns counting, per-system stopping and freezing, the best finite iterate, refusal of
+non-finite values, plateau and divergence, traces and compaction. A solver only proposes the next iterate.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from equipoise import _leaves
+from equipoise._errors import unknown_name
+from equipoise._problem import Problem
+from equipoise._solution import Stats, Status, fresh_stats
+from equipoise._stop import FLOOR_PATIENCE, Stop, tiny_norm
+from equipoise._tree import Leaves
+
+if TYPE_CHECKING:
+    from equipoise.solvers.base import Solver, State
+
+RUNNING = -1
+
+# Compaction: fewer systems than this, or a larger live share, cost more to move than they save.
+COMPACT_MIN_SYSTEMS = 8
+COMPACT_SHARE = 0.5
+
+
+@dataclass
+class Outcome:
+    """What the driver returns: leaves in the work dtype."""
+
+    value: Leaves
+    stats: Stats
+    state: Any = None
+    collected: dict[str, list[Any]] | None = None
+
+
+@dataclass
+class _Progress:
+    """Where each system stands; the first axis of every tensor is N."""
+
+    best: Leaves
+    residual: Tensor  # relative residual of `best`, inf before the first finite one
+    latest: Tensor  # relative residual of the newest measured iterate
+    status: Tensor
+    steps: Tensor
+    stalled: Tensor  # steps since `best` last changed
+    limit: Tensor  # ‖f(z) − z‖ above which a system has diverged
+
+    @classmethod
+    def start(cls, z: Leaves) -> "_Progress":
+        real = z[0].new_full((z[0].shape[0],), torch.inf)
+        whole = torch.zeros_like(real, dtype=torch.int64)
+        return cls(z, real, real, whole + RUNNING, whole, whole, real)
+
+    def rows(self, index: Tensor) -> "_Progress":
+        taken = {name: value.index_select(0, index) for name, value in self._tensors().items()}
+        return _Progress(best=_leaves.take_rows(self.best, index), **taken)
+
+    def put(self, index: Tensor, part: "_Progress") -> "_Progress":
+        """This progress with the systems in `index` replaced by those of `part`."""
+        merged = {name: value.index_copy(0, index, part._tensors()[name]) for name, value in self._tensors().items()}
+        return _Progress(best=_leaves.put_rows(self.best, index, part.best), **merged)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "best"}
+
+
+def iterate(
+    problem: Problem,
+    solver: "Solver",
+    z: Leaves,
+    stop: Stop,
+    *,
+    trace: bool = False,
+    collect: tuple[str, ...] = (),
+    keep_state: bool = False,
+) -> Outcome:
+    """Run `solver` on `problem` from z until every system has met `stop`."""
+    return _Run(problem, solver, stop, trace, collect, keep_state).loop(z)
+
+
+class _Run:
+    """One solve. `problem`, z, the solver's state and the progress shrink together when finished systems are dropped."""
+
+    def __init__(
+        self, problem: Problem, solver: "Solver", stop: Stop, trace: bool, collect: tuple[str, ...], keep_state: bool
+    ) -> None:
+        self.problem, self.solver, self.stop, self.keep_state = problem, solver, stop, keep_state
+        self.whole = problem
+        self.index: Tensor | None = None  # the systems that are left, by their number in the whole problem
+        self.done: _Progress | None = None
+        self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
+        self.collected: dict[str, list[Any]] = {name: [] for name in collect}
+        self.on_host = problem.spec.device.type == "cpu" and not torch.compiler.is_compiling()
+        self.live = _LiveCount(self.on_host)
+        plain = stop.select == "best" and not (stop.fixed_budget or collect or keep_state or torch.is_grad_enabled())
+        self.may_compact = plain and problem.can_slice
+        self.grad = torch.is_grad_enabled()
+        self.tiny = tiny_norm(problem.spec.work_dtype)
+
+    def loop(self, z: Leaves) -> Outcome:
+        stop, first_nfe = self.stop, self.problem.nfe
+        z, state = self.solver.init(self.problem, z)
+        if self.problem.num_systems == 0:
+            self.problem.evaluate(z)  # for the check of f's result
+            return Outcome(
+                z, dataclasses.replace(fresh_stats(0, z[0].device, z[0].dtype), nfe=1), state, self.collected
+            )
+        self.progress = _Progress.start(z)
+        self._collect(z, state, proposals=False)
+        all_running, state_bytes = True, 0
+        for k in range(stop.max_steps):
+            fz = self.problem.evaluate(z)
+            running = self.progress.status < 0
+            live = self._measure(k, z, fz, running, all_running)
+            if live == 0 and stop.select == "best":
+                break
+            proposal, state = self.solver.propose(self.problem, z, fz, state)
+            state_bytes = max(state_bytes, state.nbytes)
+            if not (stop.fixed_budget or (all_running and live == self.problem.num_systems)):
+                all_running = False
+                if stop.select == "best":
+                    z = _leaves.choose(self.progress.status < 0, proposal, self.progress.best)
+                else:  # a system that has just finished takes its last proposal along
+                    z = _leaves.choose(running, proposal, z)
+            else:
+                z = proposal
+            self._collect(z, state)
+            if live == 0:
+                break
+            if self.may_compact and live is not None:
+                z, state = self._compact(z, state, live)
+        return self._finish(z, state if self.keep_state else None, self.whole.nfe - first_nfe, state_bytes)
+
+    def _measure(self, k: int, z: Leaves, fz: Leaves, running: Tensor, all_running: bool) -> int | None:
+        """Take one iterate into account; return the number of systems still running, if the host knows it."""
+        stop, progress = self.stop, self.progress
+        g = self.problem.residual(z, fz)
+        with torch.no_grad():
+            size, image = _leaves.norm(g, stop.norm), _leaves.norm(fz, stop.norm)
+            relative = size / (image + self.tiny)
+            if stop.select == "last":
+                progress.latest = relative if stop.fixed_budget else torch.where(running, relative, progress.latest)
+            if self.trace is not None:
+                shown = relative if stop.fixed_budget else torch.where(running, relative, torch.nan)
+                self.trace.append((self.index, shown))
+            if stop.fixed_budget:
+                self._measure_fixed(z, relative)
+                return None
+            if k == 0:
+                eps = torch.finfo(size.dtype).eps
+                progress.limit = stop.diverge * (size + eps * image)
+            reading = (k + 1) % stop.check_every == 0
+            tolerance = image * stop.rtol if stop.atol == 0 else torch.add(image * stop.rtol, stop.atol)
+            if self.on_host and reading and all_running:
+                calm = (relative < progress.residual) & (size > tolerance) & (size <= progress.limit)
+                if bool(calm.all()):  # the usual step: all systems run and all improve
+                    progress.best, progress.residual, progress.stalled = z, relative, torch.zeros_like(progress.stalled)
+                    return len(calm)
+            self._measure_each(k, z, size, relative, size <= tolerance, running)
+            return self.live.read(progress.status) if reading else None
+
+    def _measure_fixed(self, z: Leaves, relative: Tensor) -> None:
+        progress = self.progress
+        self._keep_best(relative < progress.residual, z)
+        progress.residual = torch.fmin(relative, progress.residual)
+        progress.status = progress.status.masked_fill(~torch.isfinite(relative), Status.NONFINITE)
+
+    def _keep_best(self, better: Tensor, z: Leaves) -> None:
+        with torch.set_grad_enabled(self.grad):  # the iterates themselves may be differentiated, the statistics not
+            self.progress.best = _leaves.choose(better, z, self.progress.best)
+
+    def _measure_each(
+        self, k: int, z: Leaves, size: Tensor, relative: Tensor, converged: Tensor, running: Tensor
+    ) -> None:
+        stop, progress = self.stop, self.progress
+        better = running & ((relative < progress.residual) | converged)
+        self._keep_best(better, z)
+        progress.residual = torch.where(better, relative, progress.residual)
+        progress.stalled = torch.where(better, 0, progress.stalled + 1)
+        code = torch.full_like(progress.status, RUNNING)  # later lines take precedence
+        if stop.plateau is not None:
+            code = code.masked_fill(progress.stalled >= stop.plateau, Status.PLATEAU)
+        if stop.rtol < self.problem.floor:
+            at_floor = (progress.stalled >= FLOOR_PATIENCE) & (progress.residual <= self.problem.floor)
+            code = code.masked_fill(at_floor, Status.PRECISION_FLOOR)
+        code = code.masked_fill(size > progress.limit, Status.DIVERGED)
+        code = code.masked_fill(~torch.isfinite(relative), Status.NONFINITE)
+        code = code.masked_fill(converged, Status.CONVERGED)
+        progress.status = torch.where(running, code, progress.status)
+        taken = k if stop.select == "best" else k + 1
+        progress.steps = torch.where(running & (code >= 0), taken, progress.steps)
+
+    def _compact(self, z: Leaves, state: "State", live: int) -> tuple[Leaves, "State"]:
+        """Drop finished systems once few enough are left; sizes are halvings, so compiled cells see few shapes."""
+        systems = self.problem.num_systems
+        bucket = systems
+        while bucket >= COMPACT_MIN_SYSTEMS and live <= bucket * COMPACT_SHARE:
+            bucket = (bucket + 1) // 2
+        if bucket == systems:
+            return z, state
+        kept = torch.argsort(self.progress.status >= 0, stable=True)[:bucket]  # running systems first
+        self.done = (
+            self.progress if self.index is None or self.done is None else self.done.put(self.index, self.progress)
+        )
+        self.index = kept if self.index is None else self.index.index_select(0, kept)
+        self.problem = self.problem.rows(kept)
+        self.progress = self.progress.rows(kept)
+        return _leaves.take_rows(z, kept), state.rows(kept)
+
+    def _collect(self, z: Leaves, state: "State", proposals: bool = True) -> None:
+        for name, kept in self.collected.items():
+            if name == "iterates":
+                kept.append(self.problem.spec.unflatten(z))
+            elif proposals:
+                if not isinstance(getattr(state, name, None), Tensor):
+                    fields = [f.name for f in dataclasses.fields(state) if isinstance(getattr(state, f.name), Tensor)]
+                    raise unknown_name("quantity to collect", name, ["iterates", *fields])
+                kept.append(getattr(state, name))
+
+    def _finish(self, z: Leaves, state: Any, nfe: int, state_bytes: int) -> Outcome:
+        stop, progress = self.stop, self.progress
+        value = progress.best
+        unfinished = progress.status < 0
+        progress.steps = torch.where(unfinished | stop.fixed_budget, stop.max_steps, progress.steps)
+        progress.status = torch.where(unfinished, Status.MAX_STEPS, progress.status)
+        if stop.fixed_budget:
+            progress.status = progress.status.masked_fill(progress.residual == 0, Status.CONVERGED)
+        residual = progress.residual
+        if stop.select == "last":
+            usable = _leaves.all_finite([leaf.detach() for leaf in z]) & (progress.status != Status.NONFINITE)
+            progress.status = torch.where(usable, progress.status, Status.NONFINITE)
+            value = _leaves.choose(usable, z, progress.best)
+            residual = torch.where(usable, progress.latest, progress.residual)
+        if self.index is not None and self.done is not None:
+            progress.best, progress.residual = value, residual
+            progress = self.done.put(self.index, progress)
+            value, residual = progress.best, progress.residual
+        stats = Stats(
+            status=progress.status,
+            residual=residual,
+            steps=progress.steps,
+            nfe=nfe,
+            trace=self._assemble_trace(progress.steps) if self.trace is not None else None,
+            lagged=stop.select == "last",
+            solver_bytes=state_bytes,
+        )
+        return Outcome(value, stats, state, self.collected or None)
+
+    def _assemble_trace(self, steps: Tensor) -> Tensor:
+        """(N, most steps + 1), NaN where nothing was measured."""
+        assert self.trace is not None
+        width = self.stop.max_steps if self.stop.fixed_budget else int(steps.max())
+        table = torch.full((width + 1, len(steps)), torch.nan, dtype=self.trace[0][1].dtype, device=steps.device)
+        for k, (index, residual) in enumerate(self.trace[: width + 1]):
+            table[k] = residual if index is None else table[k].index_copy(0, index, residual)
+        return table.T
+
+
+class _LiveCount:
+    """The number of systems still running, as the host sees it: at once on the CPU, one check late on a device."""
+
+    def __init__(self, on_host: bool) -> None:
+        self.on_host = on_host
+        self.pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def read(self, status: Tensor) -> int | None:
+        count = (status < 0).sum()
+        if self.on_host:
+            return int(count)
+        previous = self.pending
+        buffer = torch.empty((), dtype=count.dtype, pin_memory=True)
+        buffer.copy_(count, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.pending = (buffer, event)
+        if previous is None:
+            return None
+        previous[1].synchronize()  # recorded one check ago: the device has work queued behind it
+        return int(previous[0])

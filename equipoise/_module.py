@@ -1,0 +1,173 @@
+"""DEQ: a cell and a plan as a module."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise._compat import keep_backward_buffers
+from equipoise._errors import unknown_name
+from equipoise._fixed_point import solve
+from equipoise._problem import Problem, StateSpec
+from equipoise._solution import Solution
+from equipoise._stop import Stop
+from equipoise._tree import Tree, tree_map, tree_tensors
+from equipoise.adjoints import Adjoint, Implicit, as_adjoint
+from equipoise.solvers import Anderson, Solver, as_solver
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to solve and how to differentiate: replaced as a whole by schedules and sweeps."""
+
+    solver: Solver = Anderson()
+    adjoint: Adjoint = Implicit()
+    stop: Stop = Stop()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "solver", as_solver(self.solver))
+        object.__setattr__(self, "adjoint", as_adjoint(self.adjoint))
+        if not isinstance(self.stop, Stop):
+            raise TypeError(f"stop must be a Stop(...), got {type(self.stop).__name__}.")
+
+    def replace(self, **changes: Any) -> "Plan":
+        """A plan with some parts changed."""
+        for name in changes:
+            if name not in ("solver", "adjoint", "stop"):
+                raise unknown_name("part of a plan", name, ("solver", "adjoint", "stop"))
+        return dataclasses.replace(self, **changes)
+
+
+class DEQ(nn.Module):
+    """A layer whose output is the equilibrium z* = cell(z*, *inputs).
+
+    Args:
+        cell: Any module with `forward(z, *inputs) -> z`; it may have `initial_state(*inputs)`.
+        solver: Forward solver, or its name.
+        adjoint: How gradients flow, or its name.
+        stop: When the forward solve ends.
+        eval_plan: The plan in eval mode; that of training if None.
+        batch_dims: Leading axes of the state that index independent systems.
+        in_dims: Which axis of each input indexes systems; None for inputs that all systems share.
+        initial_state: Start of the solve from the inputs; by default the cell's own, or zeros like the first input.
+
+    Attributes:
+        plan: The training plan, also used in eval mode unless `eval_plan` is set.
+    """
+
+    def __init__(
+        self,
+        cell: nn.Module,
+        *,
+        solver: Solver | str = Anderson(),
+        adjoint: Adjoint | str = Implicit(),
+        stop: Stop = Stop(),
+        eval_plan: Plan | None = None,
+        batch_dims: int = 1,
+        in_dims: int | tuple[int | None, ...] | None = 0,
+        initial_state: Callable[..., Tree] | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(cell, nn.Module):
+            raise TypeError(
+                f"cell must be an nn.Module, got {type(cell).__name__}; for a function use equipoise.fixed_point."
+            )
+        if eval_plan is not None and not isinstance(eval_plan, Plan):
+            raise TypeError(f"eval_plan must be a Plan(...), got {type(eval_plan).__name__}.")
+        self.cell = cell
+        self.plan = Plan(solver, adjoint, stop)  # type: ignore[arg-type]
+        self.eval_plan = eval_plan
+        self.batch_dims, self.in_dims = batch_dims, in_dims
+        self.initial_state = initial_state
+        self._compiled: Callable[..., Tree] | None = None
+
+    def forward(
+        self,
+        *inputs: Any,
+        z0: Tree | None = None,
+        context: Tree = None,
+        trace: bool = False,
+        collect: str | tuple[str, ...] | None = None,
+    ) -> Solution:
+        """Solve for the equilibrium of `inputs`, from `z0` if given."""
+        start = self.start(*inputs) if z0 is None else z0
+        plan = self.plan if self.training or self.eval_plan is None else self.eval_plan
+        problem = self.problem(*inputs, z0=start, context=context)
+        with gathered(self.cell):
+            return solve(problem, start, plan.solver, plan.adjoint, plan.stop, trace=trace, collect=collect)
+
+    def problem(self, *inputs: Any, z0: Tree | None = None, context: Tree = None) -> Problem:
+        """The fixed-point problem of these inputs, for penalties and diagnostics."""
+        spec = StateSpec.of(self.start(*inputs) if z0 is None else z0, self.batch_dims)
+        cell = self.cell if self._compiled is None else self._compiled
+        return Problem(cell, spec, inputs, in_dims=self.in_dims, context=context, plain=self.cell)
+
+    def start(self, *inputs: Any) -> Tree:
+        """The state a solve begins from."""
+        make = self.initial_state or getattr(self.cell, "initial_state", None)
+        if make is not None:
+            return make(*inputs)
+        if not inputs or not tree_tensors(inputs[0]):
+            raise ValueError("the start of the solve is unknown: give the cell an initial_state(*inputs), or pass z0.")
+        return tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, inputs[0])
+
+    def compile_cell(self, **kwargs: Any) -> None:
+        """Use a compiled twin of the cell in solves; the eager cell stays for penalties and state_dict.
+
+        Args:
+            **kwargs: Passed to `torch.compile`.
+        """
+        compiled = torch.compile(self.cell, **kwargs)
+
+        def call(*arguments: Any) -> Tree:
+            with keep_backward_buffers():
+                return compiled(*arguments)
+
+        self._compiled = call
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The compiled twin belongs to this process; call compile_cell() again after loading.
+        return {**self.__dict__, "_compiled": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "DEQ":
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        return twin
+
+    def extra_repr(self) -> str:
+        evaluation = f", eval_plan={self.eval_plan}" if self.eval_plan else ""
+        return f"solver={self.plan.solver}, adjoint={self.plan.adjoint}, stop={self.plan.stop}{evaluation}"
+
+
+@contextmanager
+def gathered(cell: nn.Module) -> Iterator[None]:
+    """Hold sharded parameters whole during a solve, since ranks may take different numbers of steps."""
+    yield
+
+
+@contextmanager
+def override(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
+    """Change the solver, adjoint or stop rule of every DEQ in `model`, training and eval plans alike, for a while.
+
+    Args:
+        model: A DEQ or a module that contains some.
+        **changes: `solver`, `adjoint` or `stop`.
+    """
+    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
+    if not deqs:
+        raise ValueError(f"override: {type(model).__name__} contains no DEQ.")
+    before = [(deq, deq.plan, deq.eval_plan) for deq in deqs]
+    try:
+        for deq, plan, eval_plan in before:
+            deq.plan = plan.replace(**changes)
+            deq.eval_plan = eval_plan and eval_plan.replace(**changes)
+        yield model
+    finally:
+        for deq, plan, eval_plan in before:
+            deq.plan, deq.eval_plan = plan, eval_plan

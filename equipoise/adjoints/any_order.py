@@ -1,0 +1,206 @@
+"""Derivatives of any order: an autograd function whose backward and jvp call itself.
+
+The root of an equation z = F(z; tensors) is differentiable in the tensors, and both its adjoint and its tangent are roots of
+(linear) equations of the same kind, in more tensors. So one function is enough for every order, for forward mode, and, with
+a rule that turns a vmapped equation into a larger batch, for torch.func.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise._iterate import Outcome
+from equipoise._lift import Lifted
+from equipoise._problem import Problem
+from equipoise._solution import BackwardRecord, Solution
+from equipoise._stop import Stop
+from equipoise._tree import Leaves
+from equipoise.adjoints.base import Run, finish, report_failure, run_adjoint
+from equipoise.solvers.base import Solver
+
+Tensors = Sequence[Tensor]
+Pure = Callable[[Tensors, Tensors], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Equation:
+    """z = call(z, tensors), and how to solve it.
+
+    Attributes:
+        call: The map, a pure function.
+        bind: The map for given tensors, with whatever can be computed once done; `call` if None.
+        solve: Runs the solve.
+        leaves: Number of leaves of z.
+        linear: The solver and stop rule of adjoint and tangent equations.
+        record: Where to put the statistics of the adjoint solve.
+    """
+
+    call: Pure
+    solve: Callable[[Callable[[Leaves], Leaves], Leaves], Outcome]
+    leaves: int
+    linear: tuple[Solver, Stop, bool]
+    record: BackwardRecord | None = None
+    bind: Callable[[Tensors], Callable[[Leaves], Leaves]] | None = None
+
+    def bound(self, tensors: Tensors) -> Callable[[Leaves], Leaves]:
+        return self.bind(tensors) if self.bind else lambda z: list(self.call(z, tensors))
+
+    def adjoint(self, count: int) -> "Equation":
+        """u = Jᵀu + g, with tensors (z, tensors, g)."""
+        n = self.leaves
+
+        def bind(tensors: Tensors) -> Callable[[Leaves], Leaves]:
+            z, inner, g = tensors[:n], tensors[n : n + count], tensors[n + count :]
+            pull = torch.func.vjp(lambda *leaves: self.call(leaves, inner), *z)[1]
+            return lambda u: [pulled + leaf for pulled, leaf in zip(pull(tuple(u)), g, strict=True)]
+
+        return self._linear(bind)
+
+    def tangent(self, count: int) -> "Equation":
+        """w = J w + ∂F/∂tensors · t, with tensors (z, tensors, t)."""
+        n = self.leaves
+
+        def bind(tensors: Tensors) -> Callable[[Leaves], Leaves]:
+            z, inner, t = tensors[:n], tensors[n : n + count], tensors[n + count :]
+            moving = [i for i, tensor in enumerate(inner) if tensor.is_floating_point()]
+
+            def along(*arguments: Tensor) -> tuple[Tensor, ...]:
+                moved = list(inner)
+                for i, tensor in zip(moving, arguments[n:], strict=True):
+                    moved[i] = tensor
+                return self.call(arguments[:n], moved)
+
+            primals = (*z, *(inner[i] for i in moving))
+            return lambda w: list(torch.func.jvp(along, primals, (*w, *(t[i] for i in moving)))[1])
+
+        return self._linear(bind)
+
+    def _linear(self, bind: Callable[[Tensors], Callable[[Leaves], Leaves]]) -> "Equation":
+        solver, stop, throw = self.linear
+
+        def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves) -> Outcome:
+            outcome = solver.run(_Bound(evaluate, start), start, stop)
+            if not stop.fixed_budget:
+                report_failure(outcome.stats, run_adjoint, throw)
+            if self.record is not None:
+                self.record.stats = outcome.stats
+            return outcome
+
+        return Equation(lambda z, tensors: tuple(bind(tensors)(list(z))), solve, self.leaves, self.linear, bind=bind)
+
+    def vmapped(self, size: int, batched: Sequence[bool]) -> "Equation":
+        """`size` copies of the equation as one larger batch of systems; tensors marked `batched` have a leading axis."""
+        in_dims = (0, [0 if flag else None for flag in batched])
+
+        def call(z: Tensors, tensors: Tensors) -> tuple[Tensor, ...]:
+            apart = [leaf.unflatten(0, (size, -1)) for leaf in z]
+            out = torch.vmap(lambda a, b: self.call(a, b), in_dims=in_dims, randomness="same")(apart, list(tensors))
+            return tuple(leaf.flatten(0, 1) for leaf in out)
+
+        return dataclasses.replace(self, call=call, bind=None)
+
+
+class _Bound(Problem):
+    """A map on leaves as a problem."""
+
+    def __init__(self, evaluate: Callable[[Leaves], Leaves], like: Leaves) -> None:
+        from equipoise._problem import StateSpec
+
+        super().__init__(lambda z: evaluate(z), StateSpec.of(list(like)))
+        self.map = evaluate
+
+    def evaluate(self, z: Leaves) -> Leaves:
+        self._calls[0] += 1
+        return self.map(z)
+
+    def _apply(self, f: Any, z: Leaves) -> Leaves:
+        return self.map(z)
+
+
+class _Root(torch.autograd.Function):
+    """The root of an equation, with the status, residual and steps of each system behind it."""
+
+    @staticmethod
+    def forward(equation: Equation, *arguments: Tensor) -> Any:
+        start, tensors = list(arguments[: equation.leaves]), arguments[equation.leaves :]
+        outcome = equation.solve(equation.bound(tensors), start)
+        stats = outcome.stats
+        return (*(leaf.clone() for leaf in outcome.value), stats.status, stats.residual, stats.steps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        equation, *arguments = inputs
+        ctx.equation = equation
+        ctx.mark_non_differentiable(*output[equation.leaves :])
+        saved = (*output[: equation.leaves], *arguments[equation.leaves :])
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        equation: Equation = ctx.equation
+        n = equation.leaves
+        z, tensors = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        g = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, z, strict=False)]
+        u = _Root.apply(equation.adjoint(len(tensors)), *[leaf.detach() for leaf in g], *z, *tensors, *g)[:n]
+        wanted = [
+            i for i, tensor in enumerate(tensors) if tensor.is_floating_point() and ctx.needs_input_grad[1 + n + i]
+        ]
+
+        def with_tensors(*chosen: Tensor) -> tuple[Tensor, ...]:
+            replaced = list(tensors)
+            for i, tensor in zip(wanted, chosen, strict=True):
+                replaced[i] = tensor
+            return equation.call(z, replaced)
+
+        result: list[Tensor | None] = [None] * len(tensors)
+        if wanted:
+            pulled = torch.func.vjp(with_tensors, *(tensors[i] for i in wanted))[1](tuple(u))
+            for i, grad in zip(wanted, pulled, strict=True):
+                result[i] = grad
+        return (None, *([None] * n), *result)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        equation: Equation = ctx.equation
+        n = equation.leaves
+        z, tensors = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        moving = tangents[1 + n :]
+        t = [torch.zeros_like(tensor) if move is None else move for move, tensor in zip(moving, tensors, strict=True)]
+        w = _Root.apply(equation.tangent(len(tensors)), *[torch.zeros_like(leaf) for leaf in z], *z, *tensors, *t)
+        return (*w[:n], None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, equation: Equation, *arguments: Tensor) -> Any:
+        n, size = equation.leaves, info.batch_size
+        front = [a if dim is None else a.movedim(dim, 0) for a, dim in zip(arguments, in_dims[1:], strict=True)]
+        start = []
+        for leaf, dim in zip(front[:n], in_dims[1 : 1 + n], strict=True):
+            leaf = leaf.expand(size, *leaf.shape) if dim is None else leaf
+            start.append(leaf.flatten(0, 1))
+        batched = [dim is not None for dim in in_dims[1 + n :]]
+        out = _Root.apply(equation.vmapped(size, batched), *start, *front[n:])
+        return tuple(item.unflatten(0, (size, -1)) for item in out), (0,) * len(out)
+
+
+def solve_any_order(problem: Problem, z0: Leaves, run: Run, solver: Solver, stop: Stop, throw: bool) -> Solution:
+    """Solve with a value that may be differentiated any number of times, in any mode."""
+    lifted = Lifted(problem, z0)
+    record = BackwardRecord()
+    last: list[Outcome] = []
+
+    def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves) -> Outcome:
+        bound = _Bound(evaluate, start)
+        bound._calls, bound.autocast, bound.context = problem._calls, problem.autocast, problem.context
+        last[:] = [run(bound, start)]
+        return last[0]
+
+    equation = Equation(lifted, solve, len(z0), (solver, stop, throw), record)
+    *value, status, residual, steps = _Root.apply(equation, *[leaf.detach() for leaf in z0], *lifted.tensors)
+    outcome = dataclasses.replace(last[0])
+    outcome.stats = dataclasses.replace(outcome.stats, status=status, residual=residual, steps=steps)
+    return finish(problem, outcome, list(value), record=record)

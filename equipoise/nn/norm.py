@@ -1,0 +1,206 @@
+"""Weight and spectral normalisation, computed once per solve.
+
+The parameters are replaced by a reparametrised set, and `weight` becomes a property that computes the effective weight,
+or takes it from the solve under way. Initial weights are preserved, and modules stay picklable.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise._compat import inside_functorch_transform
+from equipoise._errors import require_count
+from equipoise._scope import solve_constant
+
+
+SETTLE = 50  # power iterations after the weight has been set as a whole
+
+
+class _Normalised(nn.Module):
+    """Mixin for a layer whose `weight` is a function of other parameters."""
+
+    weight_v: Tensor
+    bias: Tensor | None
+
+    def begin_solve(self, x: Tensor) -> Tensor:
+        raise TypeError(f"{type(self).__name__} does not define its weight.")
+
+    def absorb(self, weight: Tensor) -> None:
+        """Set the parameters so that the effective weight equals `weight` (as far as the normalisation allows)."""
+        raise TypeError(f"{type(self).__name__} does not define its weight.")
+
+    @property
+    def weight(self) -> Tensor:
+        if torch.compiler.is_compiling():  # as good, and no graph break: the weight is a function of parameters alone
+            return self.begin_solve(self.weight_v)
+        return solve_constant(self, self.weight_v)
+
+    @weight.setter
+    def weight(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.absorb(value)
+
+    def reset_parameters(self) -> None:
+        """The initialisation of linear and convolution layers, taken as the effective weight."""
+        fresh = torch.empty_like(self.weight_v)
+        nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+        self.weight = fresh
+        if self.bias is not None:
+            bound = 1 / math.sqrt(fresh[0].numel())
+            nn.init.uniform_(self.bias, -bound, bound)
+
+
+def _norm_except_first(v: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(v.flatten(1), dim=1).view(-1, *[1] * (v.dim() - 1))
+
+
+class _WeightNormalised(_Normalised):
+    """weight = g · v / ‖v‖, the norm over all axes but the first."""
+
+    weight_g: Tensor
+    weight_v: Tensor
+
+    def begin_solve(self, x: Tensor) -> Tensor:
+        return self.weight_v * (self.weight_g / _norm_except_first(self.weight_v))
+
+    def absorb(self, weight: Tensor) -> None:
+        self.weight_v.copy_(weight)
+        self.weight_g.copy_(_norm_except_first(weight))
+
+
+class _LeadingVectors(nn.Module):
+    """Estimates of a matrix's leading singular vectors, improved once per solve in training mode."""
+
+    shared_by_systems = True
+
+    def __init__(self, matrix: Tensor, iterations: int) -> None:
+        super().__init__()
+        self.iterations = iterations
+        self.register_buffer("left", matrix.new_zeros(matrix.shape[0]))
+        self.register_buffer("right", nn.functional.normalize(matrix.new_ones(matrix.shape[1]), dim=0))
+        self.keep(*self.improved(matrix, SETTLE))
+
+    left: Tensor
+    right: Tensor
+
+    @torch.no_grad()
+    def improved(self, matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
+        left, right = self.left, self.right
+        for _ in range(iterations):
+            left = nn.functional.normalize(matrix @ right, dim=0)
+            right = nn.functional.normalize(matrix.mT @ left, dim=0)
+        return left, right
+
+    def keep(self, left: Tensor, right: Tensor) -> None:
+        self.left.copy_(left)
+        self.right.copy_(right)
+
+    def begin_solve(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = self.improved(x, self.iterations)
+        if not inside_functorch_transform():  # which may not change buffers
+            self.keep(left, right)
+        return left, right
+
+
+class _SpectrallyNormalised(_Normalised):
+    """weight = v · min(1, bound / σ(v)), σ the largest singular value of v as a matrix (outputs × the rest)."""
+
+    weight_v: Tensor
+    vectors: _LeadingVectors
+    bound: float
+
+    def begin_solve(self, x: Tensor) -> Tensor:
+        matrix = self.weight_v.flatten(1)
+        with torch.autocast(matrix.device.type, enabled=False):
+            left, right = self.vectors.left, self.vectors.right
+            if self.training:
+                left, right = solve_constant(self.vectors, matrix)
+            sigma = torch.dot(left, matrix @ right)
+        return self.weight_v * torch.clamp(self.bound / sigma, max=1.0)
+
+    def absorb(self, weight: Tensor) -> None:
+        self.weight_v.copy_(weight)
+        self.vectors.keep(*self.vectors.improved(weight.flatten(1), SETTLE))
+
+
+class WeightNormLinear(_WeightNormalised, nn.Linear):
+    """`nn.Linear` with weight normalisation."""
+
+
+class WeightNormConv1d(_WeightNormalised, nn.Conv1d):
+    """`nn.Conv1d` with weight normalisation."""
+
+
+class WeightNormConv2d(_WeightNormalised, nn.Conv2d):
+    """`nn.Conv2d` with weight normalisation."""
+
+
+class SpectralNormLinear(_SpectrallyNormalised, nn.Linear):
+    """`nn.Linear` with a bound on its largest singular value."""
+
+
+class SpectralNormConv1d(_SpectrallyNormalised, nn.Conv1d):
+    """`nn.Conv1d` with a bound on the largest singular value of its kernel as a matrix."""
+
+
+class SpectralNormConv2d(_SpectrallyNormalised, nn.Conv2d):
+    """`nn.Conv2d` with a bound on the largest singular value of its kernel as a matrix."""
+
+
+_WEIGHT: dict[type, type] = {nn.Linear: WeightNormLinear, nn.Conv1d: WeightNormConv1d, nn.Conv2d: WeightNormConv2d}
+_SPECTRAL: dict[type, type] = {
+    nn.Linear: SpectralNormLinear,
+    nn.Conv1d: SpectralNormConv1d,
+    nn.Conv2d: SpectralNormConv2d,
+}
+
+
+def weight_norm(module: nn.Module) -> nn.Module:
+    """Reparametrise a layer's weight as g·v/‖v‖, in place; the effective weight does not change.
+
+    Args:
+        module: An `nn.Linear`, `nn.Conv1d` or `nn.Conv2d`.
+
+    Returns:
+        The same module, with parameters `weight_g` and `weight_v`.
+    """
+    weight = _take_weight(module, _WEIGHT, "weight_norm")
+    module.weight_g = nn.Parameter(_norm_except_first(weight.detach()))
+    module.weight_v = nn.Parameter(weight.detach().clone())
+    return module
+
+
+def spectral_norm(module: nn.Module, bound: float = 1.0, iterations: int = 1) -> nn.Module:
+    """Keep the largest singular value of a layer's weight (outputs × the rest) at or below `bound`, in place.
+
+    A weight within the bound is left as it is.
+
+    Args:
+        module: An `nn.Linear`, `nn.Conv1d` or `nn.Conv2d`.
+        bound: Upper bound of the singular value.
+        iterations: Power iterations per solve in training mode; in eval mode the last estimate is used.
+
+    Returns:
+        The same module, with the parameter `weight_v`.
+    """
+    require_count("spectral_norm", "iterations", iterations)
+    if not bound > 0:
+        raise ValueError(f"spectral_norm: bound must be positive, got {bound!r}.")
+    weight = _take_weight(module, _SPECTRAL, "spectral_norm")
+    module.weight_v = nn.Parameter(weight.detach().clone())
+    module.vectors = _LeadingVectors(weight.detach().flatten(1), iterations)
+    module.bound = bound  # type: ignore[assignment]
+    return module
+
+
+def _take_weight(module: nn.Module, classes: dict[type, type], name: str) -> Tensor:
+    if isinstance(module, _Normalised):
+        raise TypeError(f"{name}: {type(module).__name__} is normalised already.")
+    if type(module) not in classes:
+        known = ", ".join(cls.__name__ for cls in classes)
+        raise TypeError(f"{name} takes an nn.{known.replace(', ', ', nn.')}; got {type(module).__name__}.")
+    weight: Any = module._parameters.pop("weight")
+    module.__class__ = classes[type(module)]
+    return weight

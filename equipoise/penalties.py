@@ -1,0 +1,103 @@
+"""Terms to add to a loss so that equilibria stay easy to find."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise._errors import require_count, require_number
+from equipoise._problem import Problem
+from equipoise._solution import Solution
+from equipoise._tree import Tree, tree_tensors
+
+
+def jacobian_penalty(problem: Problem | Solution, z: Tree = None, probes: int = 1) -> Tensor:
+    """Hutchinson estimate of ‖J‖²_F per unknown, J = ∂f/∂z at z: mean over draws v of Σ ‖vᵀJ‖² / (N·D).
+
+    The gradient flows to parameters and inputs through second derivatives of f; z is taken as a constant, so it is the
+    gradient of the penalty at a fixed state, not along the moving equilibrium. Uses the solve's own dropout masks, and
+    the uncompiled cell.
+
+    Args:
+        problem: A problem (`DEQ.problem(...)`, `Solution.problem`), or a solution to penalise at its value.
+        z: State at which to take the Jacobian; a solution's own value by default.
+        probes: Random vectors; each costs one VJP and its double backward.
+
+    Returns:
+        A scalar.
+
+    Reference: S. Bai, V. Koltun, J. Z. Kolter, Stabilizing equilibrium models by Jacobian regularization, ICML 2021.
+    """
+    require_count("jacobian_penalty", "probes", probes)
+    problem, z = problem_and_state(problem, z, "jacobian_penalty")
+    leaves = [leaf.detach().requires_grad_() for leaf in problem.start(z)]
+    with torch.enable_grad():
+        fz = problem.evaluate_plain(leaves)
+        total = fz[0].new_zeros(())
+        for _ in range(probes):
+            probe = [torch.randn_like(leaf) for leaf in fz]
+            pulled = torch.autograd.grad(
+                fz, leaves, probe, create_graph=True, allow_unused=True, materialize_grads=True
+            )
+            total = total + sum(leaf.square().sum() for leaf in pulled)
+    unknowns = sum(leaf.numel() for leaf in leaves)
+    return total / (probes * max(1, unknowns))
+
+
+def fixed_point_correction(
+    trajectory: Solution | Sequence[Tree], loss: Callable[[Tree], Tensor], *, states: int = 3, decay: float = 0.8
+) -> Tensor:
+    """A loss on states along the way to the equilibrium, so that the path itself gets better.
+
+    Args:
+        trajectory: A solution computed with `collect="iterates"`: each chosen iterate gets the gradient of one evaluation
+            of f. Or states that already carry gradients.
+        loss: The loss of a state.
+        states: How many states to take, spread evenly over the trajectory, its end left out.
+        decay: Weight of each state relative to the one after it.
+
+    Returns:
+        The weighted mean of the losses.
+    """
+    require_count("fixed_point_correction", "states", states)
+    require_number("fixed_point_correction", "decay", decay, low=0.0, open_low=True)
+    chosen: list[Tree]
+    if isinstance(trajectory, Solution):
+        if not trajectory.collected or "iterates" not in trajectory.collected or trajectory.problem is None:
+            raise ValueError('fixed_point_correction needs the iterates: solve with collect="iterates".')
+        problem = trajectory.problem
+        iterates = _spread(trajectory.collected["iterates"][:-1] or trajectory.collected["iterates"], states)
+        chosen = []
+        for iterate in iterates:
+            leaves = [leaf.detach() for leaf in problem.start(iterate)]
+            chosen.append(problem.spec.unflatten(problem.evaluate(leaves)))
+    else:
+        if not trajectory:
+            raise ValueError("fixed_point_correction: the trajectory is empty.")
+        chosen = _spread(list(trajectory), states)
+    weights = [decay ** (len(chosen) - 1 - i) for i in range(len(chosen))]
+    losses = [weight * loss(state) for weight, state in zip(weights, chosen, strict=True)]
+    return torch.stack(losses).sum() / sum(weights)
+
+
+def _spread(items: list[Any], count: int) -> list[Any]:
+    """At most `count` items, evenly spread and ending with the last."""
+    count = min(count, len(items))
+    return [items[round((i + 1) * len(items) / count) - 1] for i in range(count)]
+
+
+def problem_and_state(problem: Problem | Solution, z: Tree, name: str) -> tuple[Problem, Tree]:
+    """The problem and the (detached) state to look at, from a problem or a solution."""
+    if isinstance(problem, Solution):
+        z = problem.value if z is None else z
+        if problem.problem is None:
+            raise ValueError(f"{name}: this solution does not know its problem; pass the problem itself.")
+        problem = problem.problem
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"{name} takes a Problem or a Solution, got {type(problem).__name__}; see DEQ.problem(*inputs)."
+        )
+    if z is None or not tree_tensors(z):
+        raise ValueError(f"{name}: pass the state z at which to look.")
+    return problem, z

@@ -1,0 +1,86 @@
+"""Several solvers, one after the other, on what the one before left unsolved."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from equipoise import _leaves
+from equipoise._tree import Leaves
+from equipoise.solvers.anderson import Anderson
+from equipoise.solvers.base import Solver, State, register_solver
+from equipoise.solvers.broyden import Broyden
+from equipoise.solvers.newton_krylov import NewtonKrylov
+from equipoise.solvers.picard import Picard
+
+if TYPE_CHECKING:
+    from equipoise._iterate import Outcome
+    from equipoise._problem import Problem
+    from equipoise._solution import Stats
+    from equipoise._stop import Stop
+
+
+@register_solver("ladder")
+@dataclass(frozen=True)
+class Ladder(Solver):
+    """Cheap solvers first, robust ones for the systems that need them.
+
+    Each stage starts from the best iterates of the one before, takes only the systems that are not yet solved, and has a
+    budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up.
+
+    Attributes:
+        stages: Solvers, from cheap to robust.
+    """
+
+    capturable: ClassVar[bool] = False
+
+    stages: tuple[Solver, ...] = (Anderson(), Picard(damping=0.5), Broyden(), NewtonKrylov())
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, tuple) or not self.stages:
+            raise ValueError(f"Ladder: stages must be a non-empty tuple of solvers, got {self.stages!r}.")
+        for stage in self.stages:
+            if not isinstance(stage, Solver) or isinstance(stage, Ladder):
+                raise TypeError(f"Ladder: every stage must be a solver that is no Ladder, got {stage!r}.")
+
+    def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, State]:
+        raise TypeError("a Ladder has no step of its own; it runs its stages. Call solver.run(problem, z, stop).")
+
+    def run(self, problem: "Problem", z: Leaves, stop: "Stop", **options: Any) -> "Outcome":
+        first_nfe = problem.nfe
+        outcome = self.stages[0].run(problem, z, stop, **options)
+        for stage in self.stages[1:]:
+            unsolved = (~outcome.stats.ok).nonzero()[:, 0]
+            if len(unsolved) == 0:
+                break
+            start = _leaves.take_rows(outcome.value, unsolved)
+            climbed = stage.run(problem.rows(unsolved), start, stop, **options)
+            outcome.value = _leaves.put_rows(outcome.value, unsolved, climbed.value)
+            outcome.stats = _merge(outcome.stats, unsolved, climbed.stats)
+            outcome.state, outcome.collected = None, None  # stages differ in what they keep and for which systems
+        outcome.stats = dataclasses.replace(outcome.stats, nfe=problem.nfe - first_nfe)
+        return outcome
+
+
+def _merge(stats: "Stats", index: Tensor, later: "Stats") -> "Stats":
+    trace = stats.trace
+    if trace is not None and later.trace is not None:
+        # Each system's second trace follows its first one, wherever that ended.
+        width = int((stats.steps.index_select(0, index) + later.steps).max()) + 2
+        wide = torch.full((len(trace), max(width, trace.shape[1])), torch.nan, dtype=trace.dtype, device=trace.device)
+        wide[:, : trace.shape[1]] = trace
+        for row, values in zip(index.tolist(), later.trace, strict=True):
+            measured = values[~values.isnan()]
+            first = int((~wide[row].isnan()).sum())
+            wide[row, first : first + len(measured)] = measured[: wide.shape[1] - first]
+        trace = wide
+    return dataclasses.replace(
+        stats,
+        status=stats.status.index_copy(0, index, later.status),
+        residual=stats.residual.index_copy(0, index, later.residual),
+        steps=stats.steps.index_add(0, index, later.steps),
+        trace=trace,
+        solver_bytes=max(stats.solver_bytes, later.solver_bytes),
+    )
