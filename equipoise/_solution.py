@@ -129,12 +129,12 @@ class Solution:
     collected: dict[str, Any] | None = None
     state: Any = None
     problem: "Problem | None" = field(default=None, repr=False)
-    record: BackwardRecord = field(default_factory=BackwardRecord, repr=False)
+    record: BackwardRecord | None = field(default=None, repr=False)
 
     @property
     def backward(self) -> Stats | None:
         """Statistics of the last backward pass through this solution, or None before one."""
-        return self.record.stats
+        return self.record.stats if self.record else None
 
     def require(self) -> "Solution":
         """Return self if every system is solved; raise `EquilibriumError` naming those that are not."""

@@ -22,7 +22,6 @@ class _Normalised(nn.Module):
     """Mixin for a layer whose `weight` is a function of other parameters."""
 
     weight_v: Tensor
-    bias: Tensor | None
 
     def begin_solve(self, x: Tensor) -> Tensor:
         raise TypeError(f"{type(self).__name__} does not define its weight.")
@@ -47,9 +46,10 @@ class _Normalised(nn.Module):
         fresh = torch.empty_like(self.weight_v)
         nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
         self.weight = fresh
-        if self.bias is not None:
+        bias = self._parameters.get("bias")
+        if bias is not None:
             bound = 1 / math.sqrt(fresh[0].numel())
-            nn.init.uniform_(self.bias, -bound, bound)
+            nn.init.uniform_(bias, -bound, bound)
 
 
 def _norm_except_first(v: Tensor) -> Tensor:
