@@ -1,7 +1,8 @@
 """equipoise: deep equilibrium models for PyTorch.
 
 A deep equilibrium model outputs the fixed point z* = f(z*, x) of one layer, found by a root solver and differentiated
-implicitly, so that training memory does not grow with depth. Wrap a layer with `DEQ`, or call `fixed_point` on a function.
+implicitly, so that training memory does not grow with depth. Wrap a layer with `DEQ`, or call `fixed_point` on a
+function.
 """
 
 from equipoise import nn, theory

@@ -1,4 +1,4 @@
-"""Everything else that touches torch's private modules, so that a torch upgrade has one place to look."""
+"""What touches torch's private modules, beside `_tree` and `_sharding`: one place to look after a torch upgrade."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -26,7 +26,7 @@ def keep_backward_buffers() -> AbstractContextManager[Any]:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype autocast computes in on this device, or None when it is off."""
-    if torch.is_autocast_enabled(device_type):
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
@@ -40,16 +40,16 @@ def reenter_autocast(device_type: str, dtype: torch.dtype | None) -> AbstractCon
     return torch.autocast(device_type, dtype=dtype)
 
 
-def leaf_variables(outputs: list[Tensor]) -> list[Tensor]:
-    """The leaf tensors that receive gradients when `outputs` are differentiated."""
-    seen, stack, found = set(), [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None], []
+def reaches_leaf(outputs: list[Tensor], except_for: list[Tensor]) -> bool:
+    """Whether a gradient of `outputs` would reach any leaf tensor by a way that does not end at `except_for`."""
+    seen = {tensor.grad_fn for tensor in except_for}
+    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found.append(variable)
+        if hasattr(node, "variable"):
+            return True
         stack.extend(following for following, _ in node.next_functions if following is not None)
-    return found
+    return False

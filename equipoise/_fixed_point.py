@@ -69,7 +69,9 @@ def solve(
     chosen = as_solver(solver)
     if not isinstance(stop, Stop):
         raise TypeError(f"stop must be a Stop(...), got {type(stop).__name__}.")
-    names = (collect,) if isinstance(collect, str) else tuple(collect or ())
+    names = (collect,) if isinstance(collect, str) else collect or ()
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"collect must be a name or a tuple of names, such as 'iterates'; got {collect!r}.")
 
     def run(
         target: Problem,
@@ -80,6 +82,6 @@ def solve(
         keep_state: bool = False,
     ) -> Outcome:
         rule = change_stop(stop) if change_stop else stop
-        return solver.run(target, z, rule, trace=trace, collect=names, keep_state=keep_state)
+        return solver.run(target, z, rule, trace=trace, collect=tuple(names), keep_state=keep_state)
 
     return as_adjoint(adjoint).solve(problem, problem.start(z0), run)

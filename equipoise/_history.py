@@ -65,20 +65,24 @@ class History:
         for i in range(len(self._like)):
             rows = states[0][i][:, None] if len(states) == 1 else torch.stack([z[i] for z in states], dim=1)
             # (N, k, D) @ (N, D, slots): about ten times faster on CPU than slots-times-vector
-            products = [torch.bmm(rows, block.mT) for block in self._slots(i)]
+            products = [torch.bmm(rows, block.permute(1, 2, 0)) for block in self._slots(i)]
             parts.append(products[0] if len(products) == 1 else torch.cat(products, dim=2))
         return sum_of(parts)
 
-    def combine(self, weights: Tensor) -> Leaves:
-        """Weighted sums of the slots, with weights (N, len(self))."""
+    def combine(self, weights: Tensor, onto: Leaves | None = None, scale: float = 1.0) -> Leaves:
+        """`scale` times the weighted sums of the slots, weights (N, len(self)), added to `onto` if given."""
         combined = []
         for i, leaf in enumerate(self._like):
             row, first = weights.to(leaf.dtype)[:, None], 0
-            total = None
+            total = None if onto is None else onto[i][:, None]
             for block in self._slots(i):
-                share = row[:, :, first : first + block.shape[1]]
-                total = torch.bmm(share, block) if total is None else torch.baddbmm(total, share, block)
-                first += block.shape[1]
+                share = row if block.shape[0] == row.shape[2] else row[:, :, first : first + block.shape[0]]
+                if total is None and scale == 1.0:
+                    total = torch.bmm(share, block.transpose(0, 1))
+                else:
+                    total = leaf.new_zeros(()) if total is None else total
+                    total = torch.baddbmm(total, share, block.transpose(0, 1), alpha=scale)
+                first += block.shape[0]
             combined.append(total[:, 0] if total is not None else leaf.new_zeros(self._num_systems, leaf.shape[1]))
         return combined
 
@@ -97,13 +101,13 @@ class History:
         return sum(t.nbytes for t in (*kept, *(block for blocks in self._blocks for block in blocks)))
 
     def _slots(self, leaf: int) -> list[Tensor]:
-        """Filled slots of one leaf as a list of (N, slots, D_i)."""
+        """Filled slots of one leaf as a list of (slots, N, D_i)."""
         if self._kept is not None:
-            return [torch.stack([z[leaf] for z in self._kept], dim=1)]
+            return [torch.stack([z[leaf] for z in self._kept])] if self._kept else []
         remaining, filled = len(self), []
         for block in self._blocks[leaf]:
             if remaining <= 0:
                 break
-            filled.append(block[:remaining].transpose(0, 1))
+            filled.append(block if remaining >= block.shape[0] else block[:remaining])
             remaining -= block.shape[0]
         return filled

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 RUNNING = -1
 
+# Growth of ‖f(z) − z‖ over its first value at which a system without progress is diverging rather than stuck.
+DIVERGING = 10.0
+
 # Compaction: fewer systems than this, or a larger live share, cost more to move than they save.
 COMPACT_MIN_SYSTEMS = 8
 COMPACT_SHARE = 0.5
@@ -84,7 +87,7 @@ def iterate(
 
 
 class _Run:
-    """One solve. `problem`, z, the solver's state and the progress shrink together when finished systems are dropped."""
+    """One solve. Problem, z, the solver's state and the progress shrink together when finished systems are dropped."""
 
     def __init__(
         self, problem: Problem, solver: "Solver", stop: Stop, trace: bool, collect: tuple[str, ...], keep_state: bool
@@ -101,53 +104,45 @@ class _Run:
         self.may_compact = plain and problem.can_slice
         self.grad = torch.is_grad_enabled()
         self.tiny = tiny_norm(problem.spec.work_dtype)
+        self.all_running = self.on_host  # the host knows that no system has finished
+        self.checksum: Tensor | None = None  # sum of residuals: not finite once one of them was not
+        self.state_bytes = 0
 
     def loop(self, z: Leaves) -> Outcome:
         stop, first_nfe = self.stop, self.problem.nfe
         z, state = self.solver.init(self.problem, z)
         if self.problem.num_systems == 0:
             self.problem.evaluate(z)  # for the check of f's result
-            return Outcome(
-                z, dataclasses.replace(fresh_stats(0, z[0].device, z[0].dtype), nfe=1), state, self.collected
-            )
+            empty = dataclasses.replace(fresh_stats(0, z[0].device, z[0].dtype), nfe=1)
+            if self.trace is not None:
+                empty.trace = z[0].new_zeros((0, 1))
+            return Outcome(z, empty, state, self.collected or None)
         self.progress = _Progress.start(z)
+        self.zeros = self.progress.stalled
         self._collect(z, state, proposals=False)
-        all_running, state_bytes = True, 0
         for k in range(stop.max_steps):
             fz = self.problem.evaluate(z)
-            running = self.progress.status < 0
-            live = self._measure(k, z, fz, running, all_running)
-            if live == 0 and stop.select == "best":
+            before = self.progress.status
+            live = self._measure(k, z, fz)
+            if live == 0 and stop.select == "best" and not self.keep_state:  # a kept state takes in the last pair
                 break
             proposal, state = self.solver.propose(self.problem, z, fz, state)
-            state_bytes = max(state_bytes, state.nbytes)
-            if not (stop.fixed_budget or (all_running and live == self.problem.num_systems)):
-                all_running = False
-                if stop.select == "best":
-                    z = _leaves.choose(self.progress.status < 0, proposal, self.progress.best)
-                else:  # a system that has just finished takes its last proposal along
-                    z = _leaves.choose(running, proposal, z)
-            else:
-                z = proposal
+            z = self._advance(z, proposal, before, live)
             self._collect(z, state)
             if live == 0:
                 break
             if self.may_compact and live is not None:
                 z, state = self._compact(z, state, live)
-        return self._finish(z, state if self.keep_state else None, self.whole.nfe - first_nfe, state_bytes)
+        self.state_bytes = max(self.state_bytes, state.nbytes)
+        return self._finish(z, state if self.keep_state else None, self.whole.nfe - first_nfe)
 
-    def _measure(self, k: int, z: Leaves, fz: Leaves, running: Tensor, all_running: bool) -> int | None:
+    def _measure(self, k: int, z: Leaves, fz: Leaves) -> int | None:
         """Take one iterate into account; return the number of systems still running, if the host knows it."""
         stop, progress = self.stop, self.progress
         g = self.problem.residual(z, fz)
         with torch.no_grad():
             size, image = _leaves.norm(g, stop.norm), _leaves.norm(fz, stop.norm)
             relative = size / (image + self.tiny)
-            if stop.select == "last":
-                progress.latest = relative if stop.fixed_budget else torch.where(running, relative, progress.latest)
-            if self.trace is not None:
-                shown = relative if stop.fixed_budget else torch.where(running, relative, torch.nan)
-                self.trace.append((self.index, shown))
             if stop.fixed_budget:
                 self._measure_fixed(z, relative)
                 return None
@@ -156,35 +151,59 @@ class _Run:
                 progress.limit = stop.diverge * (size + eps * image)
             reading = (k + 1) % stop.check_every == 0
             tolerance = image * stop.rtol if stop.atol == 0 else torch.add(image * stop.rtol, stop.atol)
-            if self.on_host and reading and all_running:
+            if self.all_running and reading:
                 calm = (relative < progress.residual) & (size > tolerance) & (size <= progress.limit)
                 if bool(calm.all()):  # the usual step: all systems run and all improve
-                    progress.best, progress.residual, progress.stalled = z, relative, torch.zeros_like(progress.stalled)
+                    progress.best, progress.residual, progress.latest = z, relative, relative
+                    progress.stalled = self.zeros
+                    self._note(relative)
                     return len(calm)
-            self._measure_each(k, z, size, relative, size <= tolerance, running)
-            return self.live.read(progress.status) if reading else None
+            self._measure_each(k, z, size, relative, (size <= tolerance) & torch.isfinite(size))
+            live = self.live.read(progress.status) if reading else None
+            self.all_running = self.on_host and live == self.problem.num_systems
+            return live
 
     def _measure_fixed(self, z: Leaves, relative: Tensor) -> None:
         progress = self.progress
         self._keep_best(relative < progress.residual, z)
         progress.residual = torch.fmin(relative, progress.residual)
-        progress.status = progress.status.masked_fill(~torch.isfinite(relative), Status.NONFINITE)
+        progress.latest = relative
+        self.checksum = relative if self.checksum is None else self.checksum + relative
+        self._note(relative)
+
+    def _advance(self, z: Leaves, proposal: Leaves, before: Tensor, live: int | None) -> Leaves:
+        """The proposal where systems are running; the others stay where they finished."""
+        if self.stop.fixed_budget or live == self.problem.num_systems:
+            return proposal
+        if self.stop.select == "best":
+            return _leaves.choose(self.progress.status < 0, proposal, self.progress.best)
+        return _leaves.choose(before < 0, proposal, z)  # one that has just finished takes its last proposal along
+
+    def _note(self, relative: Tensor) -> None:
+        if self.trace is not None:
+            self.trace.append((self.index, relative))
 
     def _keep_best(self, better: Tensor, z: Leaves) -> None:
         with torch.set_grad_enabled(self.grad):  # the iterates themselves may be differentiated, the statistics not
             self.progress.best = _leaves.choose(better, z, self.progress.best)
 
-    def _measure_each(
-        self, k: int, z: Leaves, size: Tensor, relative: Tensor, converged: Tensor, running: Tensor
-    ) -> None:
+    def _measure_each(self, k: int, z: Leaves, size: Tensor, relative: Tensor, converged: Tensor) -> None:
         stop, progress = self.stop, self.progress
+        running = progress.status < 0
+        if self.trace is not None:
+            self._note(torch.where(running, relative, torch.nan))
+        if stop.select == "last":
+            progress.latest = torch.where(running, relative, progress.latest)
         better = running & ((relative < progress.residual) | converged)
         self._keep_best(better, z)
         progress.residual = torch.where(better, relative, progress.residual)
         progress.stalled = torch.where(better, 0, progress.stalled + 1)
         code = torch.full_like(progress.status, RUNNING)  # later lines take precedence
         if stop.plateau is not None:
-            code = code.masked_fill(progress.stalled >= stop.plateau, Status.PLATEAU)
+            stuck = progress.stalled >= stop.plateau
+            code = code.masked_fill(stuck, Status.PLATEAU)
+            # On its way to the limit, if slower than the plateau's patience.
+            code = code.masked_fill(stuck & (size * stop.diverge > DIVERGING * progress.limit), Status.DIVERGED)
         if stop.rtol < self.problem.floor:
             at_floor = (progress.stalled >= FLOOR_PATIENCE) & (progress.residual <= self.problem.floor)
             code = code.masked_fill(at_floor, Status.PRECISION_FLOOR)
@@ -203,6 +222,7 @@ class _Run:
             bucket = (bucket + 1) // 2
         if bucket == systems:
             return z, state
+        self.state_bytes = max(self.state_bytes, state.nbytes)
         kept = torch.argsort(self.progress.status >= 0, stable=True)[:bucket]  # running systems first
         self.done = (
             self.progress if self.index is None or self.done is None else self.done.put(self.index, self.progress)
@@ -210,26 +230,29 @@ class _Run:
         self.index = kept if self.index is None else self.index.index_select(0, kept)
         self.problem = self.problem.rows(kept)
         self.progress = self.progress.rows(kept)
+        self.all_running, self.zeros = False, self.zeros[:bucket]
         return _leaves.take_rows(z, kept), state.rows(kept)
 
     def _collect(self, z: Leaves, state: "State", proposals: bool = True) -> None:
         for name, kept in self.collected.items():
             if name == "iterates":
                 kept.append(self.problem.spec.unflatten(z))
-            elif proposals:
-                if not isinstance(getattr(state, name, None), Tensor):
-                    fields = [f.name for f in dataclasses.fields(state) if isinstance(getattr(state, f.name), Tensor)]
-                    raise unknown_name("quantity to collect", name, ["iterates", *fields])
-                kept.append(getattr(state, name))
+                continue
+            if not isinstance(getattr(state, name, None), Tensor):
+                fields = [f.name for f in dataclasses.fields(state) if isinstance(getattr(state, f.name), Tensor)]
+                raise unknown_name("quantity to collect", name, ["iterates", *fields])
+            if proposals:
+                kept.append(getattr(state, name).clone())  # a solver may write into its own tensors
 
-    def _finish(self, z: Leaves, state: Any, nfe: int, state_bytes: int) -> Outcome:
+    def _finish(self, z: Leaves, state: Any, nfe: int) -> Outcome:
         stop, progress = self.stop, self.progress
         value = progress.best
         unfinished = progress.status < 0
         progress.steps = torch.where(unfinished | stop.fixed_budget, stop.max_steps, progress.steps)
         progress.status = torch.where(unfinished, Status.MAX_STEPS, progress.status)
-        if stop.fixed_budget:
+        if self.checksum is not None:
             progress.status = progress.status.masked_fill(progress.residual == 0, Status.CONVERGED)
+            progress.status = progress.status.masked_fill(~torch.isfinite(self.checksum), Status.NONFINITE)
         residual = progress.residual
         if stop.select == "last":
             usable = _leaves.all_finite([leaf.detach() for leaf in z]) & (progress.status != Status.NONFINITE)
@@ -247,7 +270,7 @@ class _Run:
             nfe=nfe,
             trace=self._assemble_trace(progress.steps) if self.trace is not None else None,
             lagged=stop.select == "last",
-            solver_bytes=state_bytes,
+            solver_bytes=self.state_bytes,
         )
         return Outcome(value, stats, state, self.collected or None)
 

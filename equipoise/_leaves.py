@@ -49,11 +49,12 @@ def choose(mask: Tensor, a: Leaves, b: Leaves) -> Leaves:
     """Systems of `a` where the mask (N,) is set, of `b` elsewhere; new tensors or one of the two given."""
     if a[0].is_cpu and not torch.compiler.is_compiling() and not any(x.requires_grad for x in (*a, *b)):
         # A broadcast `where` is several times slower than copying rows here, and the row count is free on the CPU.
-        rows = mask.nonzero().squeeze(1)
-        if len(rows) == len(mask):
+        rows = mask.nonzero()
+        if rows.shape[0] == mask.shape[0]:
             return a
-        if len(rows) == 0:
+        if rows.shape[0] == 0:
             return b
+        rows = rows.view(-1)
         return [y.index_copy(0, rows, x.index_select(0, rows)) for x, y in zip(a, b, strict=True)]
     return [torch.where(mask[:, None], x, y) for x, y in zip(a, b, strict=True)]
 

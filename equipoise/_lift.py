@@ -1,18 +1,18 @@
 """f with every tensor it uses as an explicit argument.
 
-Derivatives of any order, torch.func transforms and reversible backward passes need f as a pure function. Parameters, inputs
-and whatever a closure has caught are found by watching one evaluation, and replaced by identity in later ones.
+Derivatives of any order, torch.func transforms and reversible backward passes need f as a pure function. Parameters,
+inputs and whatever a closure has caught are found by watching one evaluation, and replaced by identity in later ones.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from equipoise._problem import Problem
-from equipoise._tree import Leaves, tree_map, tree_tensors
+from equipoise._tree import Leaves, Tree, tree_map, tree_tensors
 
 
 class _Watch(TorchFunctionMode):
@@ -51,32 +51,56 @@ class Lifted:
     """The f of a problem as a pure function `(leaves, tensors) -> leaves`.
 
     Attributes:
-        tensors: The tensors f uses, in the order it meets them.
+        tensors: The tensors f uses: its inputs, then others in the order it meets them.
     """
 
     def __init__(self, problem: Problem, z: Leaves) -> None:
         self.problem = problem
+        self.own = own_tensors(problem.plain)
         z = [leaf.detach() for leaf in z]
-        with torch.no_grad(), problem.active(), problem.scope.with_fresh_parameters(), _Watch(z) as watch:
-            problem._apply(problem.plain, z)
-        # What came out of a view of another found tensor is found with it; replacing the first is enough.
-        self.tensors = watch.found
-        problem._calls[0] += 1
+        inputs = tree_tensors(problem.inputs)
+        with torch.no_grad(), problem.active(), problem.scope.with_fresh_parameters(), _Watch([*z, *inputs]) as watch:
+            problem.apply(problem.plain, z)
+        self.tensors = list({id(tensor): tensor for tensor in (*inputs, *watch.found)}.values())
         self._refuse_hidden(z)
 
     def __call__(self, z: Sequence[Tensor], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         replacements = {id(old): new for old, new in zip(self.tensors, tensors, strict=True)}
+
+        def swap(leaf: Any) -> Any:
+            return replacements.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf
+
+        def explicit(state: Tree, *inputs: Any) -> Tree:
+            # Inputs and a module's own tensors are handed over, and only what a closure has caught is found by looking.
+            own = {name: swap(tensor) for name, tensor in self.own.items()}
+            return call_with(self.problem.plain, own, state, *tree_map(swap, inputs))
+
         problem = self.problem
         with problem.active(), problem.scope.with_fresh_parameters(), _Replace(replacements):
-            return tuple(problem._apply(problem.plain, list(z)))
+            return tuple(problem.apply(explicit, list(z)))
 
     def _refuse_hidden(self, z: Leaves) -> None:
         """Raise if f depends on a tensor that could not be replaced, since its gradient would be lost."""
         with torch.enable_grad():
             value = self(z, [tensor.detach() for tensor in self.tensors])
-        self.problem._calls[0] += 1
         if any(leaf.requires_grad for leaf in value):
             raise RuntimeError(
                 "f uses a tensor that requires a gradient in a way that cannot be made explicit (for instance inside a "
                 "custom autograd.Function); pass it to the solve as an input, or use the default Implicit()."
             )
+
+
+def own_tensors(f: Any) -> dict[str, Tensor]:
+    """Parameters and buffers of a module as they are now: `functional_call` puts others back before a backward pass."""
+    return {**dict(f.named_parameters()), **dict(f.named_buffers())} if isinstance(f, nn.Module) else {}
+
+
+def call_with(f: Any, own: dict[str, Tensor], *arguments: Any) -> Any:
+    """f(*arguments), a module with `own` in place of its parameters and buffers."""
+    return torch.func.functional_call(f, own, arguments) if own else f(*arguments)
+
+
+def pinned(f: Any) -> Any:
+    """f with the parameters and buffers that it has now, whenever it is called."""
+    own = own_tensors(f)
+    return (lambda *arguments: call_with(f, own, *arguments)) if own else f

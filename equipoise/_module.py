@@ -14,11 +14,14 @@ from equipoise._compat import keep_backward_buffers
 from equipoise._errors import unknown_name
 from equipoise._fixed_point import solve
 from equipoise._problem import Problem, StateSpec
+from equipoise._sharding import gathered, whole
 from equipoise._solution import Solution
 from equipoise._stop import Stop
 from equipoise._tree import Tree, tree_map, tree_tensors
 from equipoise.adjoints import Adjoint, Implicit, as_adjoint
 from equipoise.solvers import Anderson, Solver, as_solver
+
+LEARNED = "learned_solvers"  # submodule that holds solvers with weights of their own
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,8 @@ class DEQ(nn.Module):
         in_dims: Which axis of each input indexes systems; None for inputs that all systems share.
         initial_state: Start of the solve from the inputs; by default the cell's own, or zeros like the first input.
 
-    Attributes:
-        plan: The training plan, also used in eval mode unless `eval_plan` is set.
+    A solver that is itself a module becomes a submodule, but its weights are saved apart: `state_dict` is the model's
+    own.
     """
 
     def __init__(
@@ -80,11 +83,40 @@ class DEQ(nn.Module):
         if eval_plan is not None and not isinstance(eval_plan, Plan):
             raise TypeError(f"eval_plan must be a Plan(...), got {type(eval_plan).__name__}.")
         self.cell = cell
-        self.plan = Plan(solver, adjoint, stop)  # type: ignore[arg-type]
-        self.eval_plan = eval_plan
+        self._plans: tuple[Plan, Plan | None] = (Plan(solver, adjoint, stop), eval_plan)  # type: ignore[arg-type]
+        self._adopt_solvers()
+        self.register_state_dict_post_hook(_leave_out_solvers)
+        self.register_load_state_dict_post_hook(_expect_no_solvers)
         self.batch_dims, self.in_dims = batch_dims, in_dims
         self.initial_state = initial_state
         self._compiled: Callable[..., Tree] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in training mode, and in eval mode unless `eval_plan` is set."""
+        return self._plans[0]
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plans = (plan, self._plans[1])
+        self._adopt_solvers()
+
+    @property
+    def eval_plan(self) -> Plan | None:
+        """The plan in eval mode, or None for that of training."""
+        return self._plans[1]
+
+    @eval_plan.setter
+    def eval_plan(self, plan: Plan | None) -> None:
+        self._plans = (self._plans[0], plan)
+        self._adopt_solvers()
+
+    def _adopt_solvers(self) -> None:
+        """Make learned solvers submodules, so that they move and are trained with the model."""
+        learned = {id(p.solver): p.solver for p in self._plans if p is not None and isinstance(p.solver, nn.Module)}
+        self._modules.pop(LEARNED, None)
+        if learned:
+            self.add_module(LEARNED, nn.ModuleList(learned.values()))
 
     def forward(
         self,
@@ -95,23 +127,27 @@ class DEQ(nn.Module):
         collect: str | tuple[str, ...] | None = None,
     ) -> Solution:
         """Solve for the equilibrium of `inputs`, from `z0` if given."""
-        start = self.start(*inputs) if z0 is None else z0
         plan = self.plan if self.training or self.eval_plan is None else self.eval_plan
-        problem = self.problem(*inputs, z0=start, context=context)
-        with gathered(self.cell):
+
+        def run(*inputs: Any, z0: Tree, context: Tree) -> Solution:
+            start = self.start(*inputs) if z0 is None else z0
+            problem = self.problem(*inputs, z0=start, context=context)
             return solve(problem, start, plan.solver, plan.adjoint, plan.stop, trace=trace, collect=collect)
+
+        return gathered(self.cell, run, inputs, {"z0": z0, "context": context})
 
     def problem(self, *inputs: Any, z0: Tree | None = None, context: Tree = None) -> Problem:
         """The fixed-point problem of these inputs, for penalties and diagnostics."""
         spec = StateSpec.of(self.start(*inputs) if z0 is None else z0, self.batch_dims)
-        cell = self.cell if self._compiled is None else self._compiled
-        return Problem(cell, spec, inputs, in_dims=self.in_dims, context=context, plain=self.cell)
+        plain = whole(self.cell, self.cell)
+        cell = plain if self._compiled is None else whole(self.cell, self._compiled)
+        return Problem(cell, spec, inputs, in_dims=self.in_dims, context=context, plain=plain)
 
     def start(self, *inputs: Any) -> Tree:
         """The state a solve begins from."""
         make = self.initial_state or getattr(self.cell, "initial_state", None)
         if make is not None:
-            return make(*inputs)
+            return whole(self.cell, make)(*inputs)
         if not inputs or not tree_tensors(inputs[0]):
             raise ValueError("the start of the solve is unknown: give the cell an initial_state(*inputs), or pass z0.")
         return tree_map(lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf, inputs[0])
@@ -122,7 +158,13 @@ class DEQ(nn.Module):
         Args:
             **kwargs: Passed to `torch.compile`.
         """
-        compiled = torch.compile(self.cell, **kwargs)
+        cell = self.cell
+
+        # A function of our own: code of the cell compiled elsewhere, perhaps with other settings, is not mixed in.
+        def evaluate(*arguments: Any) -> Tree:
+            return cell(*arguments)
+
+        compiled = torch.compile(evaluate, **kwargs)
 
         def call(*arguments: Any) -> Tree:
             with keep_backward_buffers():
@@ -145,10 +187,13 @@ class DEQ(nn.Module):
         return f"solver={self.plan.solver}, adjoint={self.plan.adjoint}, stop={self.plan.stop}{evaluation}"
 
 
-@contextmanager
-def gathered(cell: nn.Module) -> Iterator[None]:
-    """Hold sharded parameters whole during a solve, since ranks may take different numbers of steps."""
-    yield
+def _leave_out_solvers(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}{LEARNED}.")]:
+        del state[key]
+
+
+def _expect_no_solvers(module: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if f"{LEARNED}." not in key]
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class StateSpec:
         orders: Storage order of each leaf's axes: channels_last leaves are flattened in their own order.
         batch_dims: Leading axes that index independent systems; 0 makes the whole state one coupled system.
         device: Where the state lives.
+        work_dtype: What solvers compute in: float32 for half-precision states, else the states' own.
+        flat_shapes: Shape (N, D_i) of each leaf inside a solve.
     """
 
     treedef: TreeDef
@@ -38,6 +40,19 @@ class StateSpec:
     orders: tuple[tuple[int, ...] | None, ...]
     batch_dims: int
     device: torch.device
+
+    def __post_init__(self) -> None:
+        # Read at every evaluation, so computed once.
+        work = torch.float32
+        for dtype in self.dtypes:
+            if dtype not in HALF:
+                work = torch.promote_types(work, dtype)
+        flat = tuple((shape[: self.batch_dims].numel(), shape[self.batch_dims :].numel()) for shape in self.shapes)
+        object.__setattr__(self, "work_dtype", work)
+        object.__setattr__(self, "flat_shapes", flat)
+
+    work_dtype: torch.dtype = field(init=False, compare=False)
+    flat_shapes: tuple[tuple[int, int], ...] = field(init=False, compare=False)
 
     @classmethod
     def of(cls, z0: Tree, batch_dims: int = 1) -> "StateSpec":
@@ -74,25 +89,15 @@ class StateSpec:
 
     @property
     def num_systems(self) -> int:
-        return self.shapes[0][: self.batch_dims].numel()
-
-    @property
-    def work_dtype(self) -> torch.dtype:
-        """What solvers compute in: float32 for half-precision states, else the states' own."""
-        work = torch.float32
-        for dtype in self.dtypes:
-            if dtype not in HALF:
-                work = torch.promote_types(work, dtype)
-        return work
+        return self.flat_shapes[0][0]
 
     def flatten(self, tree: Tree) -> Leaves:
         """Tree to (N, D_i) leaves, in the tree's own dtypes."""
         tensors = [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]
         flat = []
-        for tensor, order, shape in zip(tensors, self.orders, self.shapes, strict=True):
-            batch = shape[: self.batch_dims].numel()
-            size = shape[self.batch_dims :].numel()
-            flat.append((tensor if order is None else tensor.permute(order)).reshape(batch, size))
+        for tensor, order, shape in zip(tensors, self.orders, self.flat_shapes, strict=True):
+            stored = tensor if order is None else tensor.permute(order)
+            flat.append(stored if stored.shape == shape else stored.reshape(shape))
         return flat
 
     def unflatten(self, leaves: Leaves) -> Tree:
@@ -100,11 +105,10 @@ class StateSpec:
         tensors = []
         for leaf, order, shape, dtype in zip(leaves, self.orders, self.shapes, self.dtypes, strict=True):
             leaf = leaf.to(dtype)
-            if order is None:
-                tensors.append(leaf.view(shape))
-            else:
+            if order is not None:
                 stored = leaf.view([shape[axis] for axis in order])
-                tensors.append(stored.permute([order.index(axis) for axis in range(len(order))]))
+                leaf = stored.permute([order.index(axis) for axis in range(len(order))])
+            tensors.append(leaf if leaf.shape == shape else leaf.view(shape))
         return tensors[0] if len(tensors) == 1 and self.treedef.is_leaf() else tree_unflatten(tensors, self.treedef)
 
     def rows(self, num_systems: int) -> "StateSpec":
@@ -194,13 +198,13 @@ class Problem:
         """f(z), counted; the structure of the result is checked the first time."""
         self._calls[0] += 1
         with self.active():
-            return self._apply(self.f, z)
+            return self.apply(self.f, z)
 
     def evaluate_plain(self, z: Leaves) -> Leaves:
         """f(z) by the uncompiled f: for double backward and forward-mode derivatives."""
         self._calls[0] += 1
         with self.active():
-            return self._apply(self.plain, z)
+            return self.apply(self.plain, z)
 
     def residual(self, z: Leaves, fz: Leaves) -> Leaves:
         """f(z) − z; the driver and the solver ask for the same one, so the last is kept."""
@@ -226,7 +230,7 @@ class Problem:
         with self.active(), torch.no_grad():
             try:
                 return list(
-                    torch.func.jvp(lambda *leaves: tuple(self._apply(self.plain, list(leaves))), tuple(z), tuple(v))[1]
+                    torch.func.jvp(lambda *leaves: tuple(self.apply(self.plain, list(leaves))), tuple(z), tuple(v))[1]
                 )
             except (NotImplementedError, RuntimeError) as error:
                 if "forward" not in str(error) and "jvp" not in str(error):
@@ -236,7 +240,7 @@ class Problem:
     def _jvp_by_double_vjp(self, z: Leaves, v: Leaves) -> Leaves:
         with torch.enable_grad(), self.active():
             leaves = [leaf.detach().requires_grad_() for leaf in z]
-            fz = self._apply(self.plain, leaves)
+            fz = self.apply(self.plain, leaves)
             u = [torch.zeros_like(leaf).requires_grad_() for leaf in fz]
             pulled = torch.autograd.grad(fz, leaves, u, create_graph=True, allow_unused=True, materialize_grads=True)
             return pullback(list(pulled), u, v)
@@ -259,7 +263,8 @@ class Problem:
             return nullcontext()
         return _Entered(self)
 
-    def _apply(self, f: Callable[..., Tree], z: Leaves) -> Leaves:
+    def apply(self, f: Callable[..., Tree], z: Leaves) -> Leaves:
+        """A map on trees, f or something in its place, on leaves; not counted, not within the scope."""
         value = f(self.spec.unflatten(z), *self.inputs)
         if not self._checked:
             self.spec.check(value, self.autocast)

@@ -17,8 +17,8 @@ from equipoise._tree import tree_map, tree_tensors
 class SolveScoped(Protocol):
     """A module that computes something once per solve.
 
-    A module with parameters of its own computes it from them, for all systems alike. One without draws it; the first axis
-    of a draw indexes systems (or has size 1), unless the module says `shared_by_systems = True`.
+    A module with parameters of its own computes it from them, for all systems alike. One without draws it; the first
+    axis of a draw indexes systems (or has size 1), unless the module says `shared_by_systems = True`.
     """
 
     def begin_solve(self, x: Tensor) -> Any:

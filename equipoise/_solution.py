@@ -44,7 +44,8 @@ _MESSAGES = {
     Status.DIVERGED: "diverged; try Anderson() or Broyden(), or a smaller step with Picard(damping=0.5)",
     Status.NONFINITE: "met a non-finite value in f; the best finite iterate is returned; try Picard(damping=0.5)",
     Status.PRECISION_FLOOR: (
-        "reached the rounding level of its dtype, above the tolerance asked for; use a higher precision or a larger rtol"
+        "reached the rounding level of its dtype, above the tolerance asked for; use a higher precision or a larger "
+        "rtol"
     ),
 }
 

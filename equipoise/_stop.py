@@ -35,7 +35,7 @@ class Stop:
 
     rtol: float = 1e-5
     atol: float = 0.0
-    max_steps: int = 50
+    max_steps: int = 100
     norm: str = "l2"
     select: str = "best"
     check_every: int = 1

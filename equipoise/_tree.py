@@ -1,4 +1,4 @@
-"""Trees of tensors. One of the two files that touch torch's private modules."""
+"""Trees of tensors. With `_compat` and `_sharding`, all that touches torch's private modules."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -51,7 +51,8 @@ def fixed_point_correction(
     """A loss on states along the way to the equilibrium, so that the path itself gets better.
 
     Args:
-        trajectory: A solution computed with `collect="iterates"`: each chosen iterate gets the gradient of one evaluation
+        trajectory: A solution computed with `collect="iterates"`: each chosen iterate gets the gradient of one
+        evaluation
             of f. Or states that already carry gradients.
         loss: The loss of a state.
         states: How many states to take, spread evenly over the trajectory, its end left out.

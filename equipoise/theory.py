@@ -1,7 +1,7 @@
 """The theorems on deep equilibrium models as constructions.
 
-One equilibrium is as good as several stacked ones, every deep network is a weight-tied one, long sequences may be solved chunk by
-chunk, and the implicit gradient is a dense linear solve on small problems.
+One equilibrium is as good as several stacked ones, every deep network is a weight-tied one, long sequences may be
+solved chunk by chunk, and the implicit gradient is a dense linear solve on small problems.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,9 @@ class StackedCell(nn.Module):
 class DeepNetCell(nn.Module):
     """A deep feed-forward network as a weight-tied, input-injected cell on the concatenation of its hidden layers.
 
-    Layer i reads block i − 1 of the state, the first one reads the input. The Jacobian is nilpotent: after as many plain
-    steps as there are layers, from any start, block i holds the output of layer i, and that state is the only root.
+    Layer i reads block i − 1 of the state, the first one reads the input. The Jacobian is nilpotent: after as many
+    plain steps as there are layers, from any start, block i holds the output of layer i, and that state is the only
+    root.
 
     Args:
         layers: The network, one module per layer.
@@ -77,8 +78,8 @@ def solve_in_chunks(
 ) -> list[Solution]:
     """Solve a causal system chunk by chunk, each chunk seeing the equilibria of those before it.
 
-    Equal to solving the whole at once, in value and gradient, provided that `history` holds everything f can see: the big
-    root is block triangular, and the backward pass of the chain is its block back-substitution.
+    Equal to solving the whole at once, in value and gradient, provided that `history` holds everything f can see: the
+    big root is block triangular, and the backward pass of the chain is its block back-substitution.
 
     Args:
         f: `f(z, *inputs, history)` for one chunk.

@@ -1,8 +1,8 @@
 """Derivatives of any order: an autograd function whose backward and jvp call itself.
 
-The root of an equation z = F(z; tensors) is differentiable in the tensors, and both its adjoint and its tangent are roots of
-(linear) equations of the same kind, in more tensors. So one function is enough for every order, for forward mode, and, with
-a rule that turns a vmapped equation into a larger batch, for torch.func.
+The root of an equation z = F(z; tensors) is differentiable in the tensors, and both its adjoint and its tangent are
+roots of (linear) equations of the same kind, in more tensors. So one function is enough for every order, for forward
+mode, and, with a rule that turns a vmapped equation into a larger batch, for torch.func.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from equipoise._iterate import Outcome
 from equipoise._lift import Lifted
-from equipoise._problem import Problem
+from equipoise._problem import Problem, StateSpec
 from equipoise._solution import BackwardRecord, Solution
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
-from equipoise.adjoints.base import Run, finish, report_failure, run_adjoint
+from equipoise.adjoints.base import Run, finish, report_failure
 from equipoise.solvers.base import Solver
 
 Tensors = Sequence[Tensor]
@@ -35,7 +35,8 @@ class Equation:
         bind: The map for given tensors, with whatever can be computed once done; `call` if None.
         solve: Runs the solve.
         leaves: Number of leaves of z.
-        linear: The solver and stop rule of adjoint and tangent equations.
+        linear: The solver and stop rule of adjoint and tangent equations, and whether their failure raises.
+        problem: The problem it all began with.
         record: Where to put the statistics of the adjoint solve.
     """
 
@@ -43,6 +44,7 @@ class Equation:
     solve: Callable[[Callable[[Leaves], Leaves], Leaves], Outcome]
     leaves: int
     linear: tuple[Solver, Stop, bool]
+    problem: Problem
     record: BackwardRecord | None = None
     bind: Callable[[Tensors], Callable[[Leaves], Leaves]] | None = None
 
@@ -74,8 +76,11 @@ class Equation:
                     moved[i] = tensor
                 return self.call(arguments[:n], moved)
 
-            primals = (*z, *(inner[i] for i in moving))
-            return lambda w: list(torch.func.jvp(along, primals, (*w, *(t[i] for i in moving)))[1])
+            # The transpose of a VJP is a JVP: asks nothing of f that the adjoint does not, and evaluates f once.
+            fz, pull, *_ = torch.func.vjp(along, *z, *(inner[i] for i in moving))
+            push = torch.func.vjp(pull, tuple(torch.zeros_like(leaf) for leaf in fz))[1]
+            moves = tuple(t[i] for i in moving)
+            return lambda w: list(push((*w, *moves))[0])
 
         return self._linear(bind)
 
@@ -83,17 +88,18 @@ class Equation:
         solver, stop, throw = self.linear
 
         def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves) -> Outcome:
-            outcome = solver.run(_Bound(evaluate, start), start, stop)
+            outcome = solver.run(_Bound(evaluate, start, self.problem), start, stop)
             if not stop.fixed_budget:
-                report_failure(outcome.stats, run_adjoint, throw)
+                report_failure(outcome.stats, self.problem.plain, throw)
             if self.record is not None:
                 self.record.stats = outcome.stats
             return outcome
 
-        return Equation(lambda z, tensors: tuple(bind(tensors)(list(z))), solve, self.leaves, self.linear, bind=bind)
+        call = lambda z, tensors: tuple(bind(tensors)(list(z)))  # noqa: E731
+        return Equation(call, solve, self.leaves, self.linear, self.problem, bind=bind)
 
     def vmapped(self, size: int, batched: Sequence[bool]) -> "Equation":
-        """`size` copies of the equation as one larger batch of systems; tensors marked `batched` have a leading axis."""
+        """`size` copies of the equation as one larger batch of systems; `batched` tensors have a leading axis."""
         in_dims = (0, [0 if flag else None for flag in batched])
 
         def call(z: Tensors, tensors: Tensors) -> tuple[Tensor, ...]:
@@ -105,20 +111,18 @@ class Equation:
 
 
 class _Bound(Problem):
-    """A map on leaves as a problem."""
+    """A map on leaves as a problem, with the precision of the one it comes from."""
 
-    def __init__(self, evaluate: Callable[[Leaves], Leaves], like: Leaves) -> None:
-        from equipoise._problem import StateSpec
+    def __init__(self, evaluate: Callable[[Leaves], Leaves], like: Leaves, origin: Problem) -> None:
+        super().__init__(evaluate, StateSpec.of(list(like)), context=origin.context)
+        self.origin = origin
 
-        super().__init__(lambda z: evaluate(z), StateSpec.of(list(like)))
-        self.map = evaluate
+    @property
+    def floor(self) -> float:
+        return self.origin.floor
 
-    def evaluate(self, z: Leaves) -> Leaves:
-        self._calls[0] += 1
-        return self.map(z)
-
-    def _apply(self, f: Any, z: Leaves) -> Leaves:
-        return self.map(z)
+    def apply(self, f: Any, z: Leaves) -> Leaves:
+        return self.f(z)
 
 
 class _Root(torch.autograd.Function):
@@ -194,13 +198,16 @@ def solve_any_order(problem: Problem, z0: Leaves, run: Run, solver: Solver, stop
     last: list[Outcome] = []
 
     def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves) -> Outcome:
-        bound = _Bound(evaluate, start)
-        bound._calls, bound.autocast, bound.context = problem._calls, problem.autocast, problem.context
+        bound = _Bound(evaluate, start, problem)
+        bound._calls = problem._calls
         last[:] = [run(bound, start)]
         return last[0]
 
-    equation = Equation(lifted, solve, len(z0), (solver, stop, throw), record)
-    *value, status, residual, steps = _Root.apply(equation, *[leaf.detach() for leaf in z0], *lifted.tensors)
+    equation = Equation(lifted, solve, len(z0), (solver, stop, throw), problem, record)
+    start = [leaf.detach() for leaf in z0]
+    # An autograd function is not seen by an enclosing solve that replaces tensors; a view of each is.
+    views = [tensor.view_as(tensor) for tensor in lifted.tensors]
+    *value, status, residual, steps = _Root.apply(equation, *start, *views)
     outcome = dataclasses.replace(last[0])
     outcome.stats = dataclasses.replace(outcome.stats, status=status, residual=residual, steps=steps)
     return finish(problem, outcome, list(value), record=record)

@@ -1,14 +1,17 @@
 """The adjoint interface, and the tools that attach a gradient to a value found without one."""
 
 import abc
+import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from equipoise._compat import keep_backward_buffers, reaches_leaf
 from equipoise._errors import unknown_name
 from equipoise._iterate import Outcome
 from equipoise._problem import Problem, pullback
@@ -39,6 +42,8 @@ def register_adjoint(name: str) -> Callable[[type[Adjoint]], type[Adjoint]]:
     """Make an adjoint known by name."""
 
     def register(cls: type[Adjoint]) -> type[Adjoint]:
+        if name in ADJOINTS:
+            raise ValueError(f"adjoint name {name!r} is already taken by {ADJOINTS[name].__name__}.")
         ADJOINTS[name] = cls
         return cls
 
@@ -63,8 +68,10 @@ def as_adjoint(adjoint: Adjoint | str) -> Adjoint:
 def finish(problem: Problem, outcome: Outcome, value: Leaves | None = None, **fields: Any) -> Solution:
     """A solution from what the driver returned, its value replaced by one that carries a gradient."""
     outcome.stats.nfe = problem.nfe
+    if value is None:
+        value = [leaf.clone() for leaf in outcome.value]  # it may be z0 itself, or something that f returned
     return Solution(
-        value=problem.spec.unflatten(outcome.value if value is None else value),
+        value=problem.spec.unflatten(value),
         stats=outcome.stats,
         collected=outcome.collected,
         state=outcome.state,
@@ -122,12 +129,12 @@ class AdjointProblem(Problem):
     """u = Jᵀu + g on the kept graph of one evaluation of f: a fixed-point problem like any other."""
 
     def __init__(self, problem: Problem, fz: Leaves, z: Leaves, cotangent: Leaves) -> None:
-        super().__init__(problem.f, problem.spec)
+        super().__init__(problem.f, problem.spec, plain=problem.plain)
         self.fz, self.z, self.cotangent = fz, z, cotangent
         self.autocast = problem.autocast
 
     def evaluate(self, z: Leaves) -> Leaves:
-        return [pulled.add_(g) for pulled, g in zip(self.jvp(z, z), self.cotangent, strict=True)]
+        return [pulled + g for pulled, g in zip(self.jvp(z, z), self.cotangent, strict=True)]
 
     def jvp(self, z: Leaves, v: Leaves) -> Leaves:
         """The map is linear, so its derivative is one more vector-Jacobian product."""
@@ -160,7 +167,8 @@ class _Attach(torch.autograd.Function):
         fz, z = list(tensors[: len(grads)]), list(tensors[len(grads) :])
         cotangent = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, z, strict=True)]
         problem = AdjointProblem(ctx.problem, fz, z, cotangent)
-        with ctx.problem.active():
+        compiled = ctx.problem.plain is not ctx.problem.f
+        with ctx.problem.active(), keep_backward_buffers() if compiled else nullcontext():
             outcome = ctx.solve(problem)
         # One more product carries u to the parameters and inputs (and, unasked, to z).
         outcome.stats.nfe = problem.nfe + 1
@@ -172,6 +180,8 @@ def attach(name: str, problem: Problem, z: Leaves, solve: AdjointSolve, record: 
     """z with a gradient: one evaluation of f at z is recorded, and `solve` finds the adjoint in the backward pass."""
     start = sever(z)
     fz = problem.evaluate(start)
+    if not reaches_leaf(fz, except_for=start):
+        return [leaf.clone() for leaf in z]  # nothing that f uses wants a gradient
     return list(_Attach.apply(name, problem, solve, record, *fz, *start))
 
 
@@ -184,7 +194,7 @@ def run_adjoint(
         u0 = problem.cotangent if start is None else start(problem.cotangent)
         outcome = solver.run(problem, u0, stop)
         if not stop.fixed_budget:
-            report_failure(outcome.stats, problem.f, throw)
+            report_failure(outcome.stats, problem.plain, throw)
         return outcome
 
     return solve
@@ -195,6 +205,7 @@ _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 def report_failure(stats: Stats, f: Callable[..., Any], throw: bool) -> None:
     """Say once per f, in words, that adjoint solves failed, or raise."""
+    f = getattr(f, "__wrapped__", f)  # the wrapper of a sharded cell is a new one at each solve
     key = getattr(f, "__code__", f)  # a lambda is a new function at each call, its code is not
     if key in _warned and not throw:
         return
@@ -204,8 +215,6 @@ def report_failure(stats: Stats, f: Callable[..., Any], throw: bool) -> None:
     message = f"the backward solve left gradients inexact: {failures}."
     if throw:
         raise EquilibriumError(message)
-    import warnings
-
     _warned.add(key)
     hint = " Said once; see Solution.backward, or Implicit(throw=True) to raise."
     warnings.warn(message + hint, EquilibriumWarning, stacklevel=2)

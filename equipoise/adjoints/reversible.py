@@ -1,5 +1,7 @@
 """Backpropagation through an iteration that can be run backwards."""
 
+import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +11,7 @@ from torch import Tensor
 from equipoise import _leaves
 from equipoise._errors import require_number
 from equipoise._lift import Lifted
-from equipoise._problem import Problem
+from equipoise._problem import Problem, pullback
 from equipoise._solution import BackwardRecord, EquilibriumWarning, Solution, Stats, Status
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
@@ -52,9 +54,9 @@ def _double(leaves: Leaves) -> Leaves:
 class Reversible(Adjoint):
     """Exact for its own iteration, with memory for two states: the backward pass reconstructs every iterate.
 
-    Replaces the solver by x_{k+1} = (1 − beta)·x_{k−1} + beta·f(x_k), run for all of `Stop.max_steps`. Each backward step
-    evaluates f once and takes one VJP. Rounding errors grow by 1/(1 − beta) every two steps backwards; the error of
-    the reconstructed start is reported as the residual of `Solution.backward`, and a large one warns.
+    Replaces the solver by x_{k+1} = (1 − beta)·x_{k−1} + beta·f(x_k), run for all of `Stop.max_steps`. Each backward
+    step evaluates f once and takes one VJP. Rounding errors grow by 1/(1 − beta) every two steps backwards; the error
+    of the reconstructed start is reported as the residual of `Solution.backward`, and a large one warns.
 
     Attributes:
         beta: Weight of f(x_k).
@@ -71,8 +73,6 @@ class Reversible(Adjoint):
 
     def solve(self, problem: Problem, z0: Leaves, run: Run) -> Solution:
         def fixed(stop: Stop) -> Stop:
-            import dataclasses
-
             return dataclasses.replace(stop, rtol=0.0, atol=0.0, select="last")
 
         z0 = [leaf.detach() for leaf in z0]
@@ -85,7 +85,8 @@ class Reversible(Adjoint):
         steps = int(outcome.stats.steps.max()) if outcome.stats.steps.numel() else 0
         lifted = Lifted(problem, z0)
         backward = _Backward(self.beta, steps, lifted, pair, z0, record)
-        value = list(_Reverse.apply(backward, *outcome.value, *lifted.tensors))
+        views = [tensor.view_as(tensor) for tensor in lifted.tensors]  # seen by an enclosing solve
+        value = list(_Reverse.apply(backward, *outcome.value, *views))
         return finish(problem, outcome, value, record=record)
 
 
@@ -104,29 +105,19 @@ class _Backward:
         following, current = self.pair.newest, self.pair.previous  # x_{k+1}, x_k
         ahead = _double(cotangent)  # ∂ℓ/∂x_{k+1}
         here = [torch.zeros_like(leaf) for leaf in ahead]  # ∂ℓ/∂x_k so far
-        total: list[Tensor | None] = [None] * len(tensors)
+        total = [torch.zeros_like(tensor) if tensor.requires_grad else None for tensor in tensors]
+        wanted = [i for i, gradient in enumerate(total) if gradient is not None]
         work = self.start[0].dtype
         for k in range(self.steps - 1, -1, -1):
             with torch.enable_grad():
                 x = [leaf.to(work).requires_grad_() for leaf in current]
                 parameters = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
-                fx = self.lifted(x, parameters)
-            wanted = [i for i, tensor in enumerate(parameters) if tensor.requires_grad]
-            scaled = [(beta * leaf).to(work) for leaf in ahead]
-            live = [(y, u) for y, u in zip(fx, scaled, strict=True) if y.requires_grad]
-            grads = torch.autograd.grad(
-                [y for y, _ in live], [*x, *(parameters[i] for i in wanted)], [u for _, u in live], allow_unused=True
-            )
+                fx = list(self.lifted(x, parameters))
+            cotangents = [(beta * leaf).to(work) for leaf in ahead]
+            grads = pullback(fx, [*x, *(parameters[i] for i in wanted)], cotangents)
             for i, grad in zip(wanted, grads[len(x) :], strict=True):
-                if grad is not None:
-                    known = total[i]
-                    total[i] = grad if known is None else known + grad
-            behind = [(1 - beta) * leaf for leaf in ahead]
-            pulled = [
-                torch.zeros_like(leaf) if grad is None else grad.double()
-                for grad, leaf in zip(grads, here, strict=False)
-            ]
-            ahead, here = _leaves.add(here, pulled), behind
+                total[i] = total[i] + grad  # type: ignore[operator]
+            ahead, here = _leaves.add(here, _double(grads[: len(x)])), [(1 - beta) * leaf for leaf in ahead]
             if k > 0:
                 image = _double([y.detach() for y in fx])
                 earlier = [(x1 - beta * y) / (1 - beta) for x1, y in zip(following, image, strict=True)]
@@ -139,15 +130,13 @@ class _Backward:
         size = _leaves.norm(_double(self.pair.newest))
         error = _leaves.norm(_leaves.subtract(reconstructed, start)) / size.clamp_min(1e-300)
         good = error <= RECONSTRUCTION_TOLERANCE
-        status = torch.where(good, Status.CONVERGED, Status.PRECISION_FLOOR)
+        status = torch.where(good, Status.CONVERGED, Status.DIVERGED)
         steps = torch.full_like(status, self.steps)
         self.record.stats = Stats(status, error.to(self.start[0].dtype), steps, nfe=2 * self.steps)
         if not bool(good.all()):
-            import warnings
-
             warnings.warn(
-                f"Reversible: the start was reconstructed with relative error {float(error.max()):.1e}, so gradients are "
-                f"inexact; lower beta={self.beta} or max_steps={self.steps}, or use float64.",
+                f"Reversible: the start was reconstructed with relative error {float(error.max()):.1e}, so gradients "
+                f"are inexact; lower beta={self.beta} or max_steps={self.steps}, or use float64.",
                 EquilibriumWarning,
                 stacklevel=2,
             )

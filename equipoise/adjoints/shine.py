@@ -34,7 +34,8 @@ class Shine(Adjoint):
     Needs `solver=Broyden()` in the forward solve. Memory: one f graph and Broyden's steps.
 
     Attributes:
-        refine: Steps of the adjoint equation taken from that start; 0 costs no VJP but the last and measures no residual.
+        refine: Steps of the adjoint equation taken from that start; 0 costs no VJP but the last and measures no
+        residual.
         solver: Solver of those steps.
 
     Reference: Z. Ramzi et al., SHINE: sharing the inverse estimate, ICLR 2022.
@@ -66,7 +67,8 @@ class Shine(Adjoint):
             return [-leaf for leaf in state.apply(cotangent, transposed=True)]
 
         if self.refine > 0:
-            return run_adjoint(self.solver, Stop(rtol=0, max_steps=self.refine), throw=False, start=start)
+            stop = Stop(rtol=0, max_steps=self.refine, select="last")
+            return run_adjoint(self.solver, stop, throw=False, start=start)
 
         def unrefined(problem: AdjointProblem) -> Outcome:
             u = start(problem.cotangent)

@@ -40,7 +40,8 @@ class GradientAudit:
     def __str__(self) -> str:
         return (
             f"gradient against a tight solve: cosine {self.cosine:.6f}, relative error {self.relative_error:.1e}, "
-            f"norm error {self.norm_error:.1e} (forward residual {self.residual:.1e}; truth at {self.truth_residual:.1e})"
+            f"norm error {self.norm_error:.1e} "
+            f"(forward residual {self.residual:.1e}; truth at {self.truth_residual:.1e})"
         )
 
 

@@ -24,8 +24,9 @@ def _describe(stats: Stats, which: str, unit: str) -> str:
     residual = stats.residual.detach().reshape(-1).cpu().double()
     solved = int(torch.isin(status, torch.tensor([kind for kind in Status if kind.ok])).sum())
     head = (
-        f"{which}: {solved} of {total} systems solved in {int(steps.median())} steps (median; most {int(steps.max())}), "
-        f"{stats.nfe} {unit}; relative residual {float(residual.median()):.1e} (median), {float(residual.max()):.1e} (worst)."
+        f"{which}: {solved} of {total} systems solved in {int(steps.median())} steps (median; most "
+        f"{int(steps.max())}), {stats.nfe} {unit}; relative residual {float(residual.median()):.1e} (median), "
+        f"{float(residual.max()):.1e} (worst)."
     )
     at_floor = int((status == Status.PRECISION_FLOOR).sum())
     if at_floor:

@@ -15,9 +15,6 @@ from equipoise._errors import require_count
 from equipoise._scope import solve_constant
 
 
-SETTLE = 50  # power iterations after the weight has been set as a whole
-
-
 class _Normalised(nn.Module):
     """Mixin for a layer whose `weight` is a function of other parameters."""
 
@@ -56,6 +53,17 @@ def _norm_except_first(v: Tensor) -> Tensor:
     return torch.linalg.vector_norm(v.flatten(1), dim=1).view(-1, *[1] * (v.dim() - 1))
 
 
+def _directions(weight: Tensor) -> Tensor:
+    """The weight with zero rows replaced by something that has a direction, so that they can be trained."""
+    return torch.where(_norm_except_first(weight) > 0, weight, 1.0)
+
+
+def _unit(vector: Tensor, otherwise: Tensor) -> Tensor:
+    """The vector at length one, or another one if it vanishes."""
+    size = torch.linalg.vector_norm(vector)
+    return torch.where(size > 0, vector / torch.where(size > 0, size, 1.0), otherwise)
+
+
 class _WeightNormalised(_Normalised):
     """weight = g · v / ‖v‖, the norm over all axes but the first."""
 
@@ -66,7 +74,7 @@ class _WeightNormalised(_Normalised):
         return self.weight_v * (self.weight_g / _norm_except_first(self.weight_v))
 
     def absorb(self, weight: Tensor) -> None:
-        self.weight_v.copy_(weight)
+        self.weight_v.copy_(_directions(weight))
         self.weight_g.copy_(_norm_except_first(weight))
 
 
@@ -79,8 +87,8 @@ class _LeadingVectors(nn.Module):
         super().__init__()
         self.iterations = iterations
         self.register_buffer("left", matrix.new_zeros(matrix.shape[0]))
-        self.register_buffer("right", nn.functional.normalize(matrix.new_ones(matrix.shape[1]), dim=0))
-        self.keep(*self.improved(matrix, SETTLE))
+        self.register_buffer("right", matrix.new_zeros(matrix.shape[1]))
+        self.settle(matrix)
 
     left: Tensor
     right: Tensor
@@ -89,9 +97,14 @@ class _LeadingVectors(nn.Module):
     def improved(self, matrix: Tensor, iterations: int) -> tuple[Tensor, Tensor]:
         left, right = self.left, self.right
         for _ in range(iterations):
-            left = nn.functional.normalize(matrix @ right, dim=0)
-            right = nn.functional.normalize(matrix.mT @ left, dim=0)
+            left = _unit(matrix @ right, left)
+            right = _unit(matrix.mT @ left, right)
         return left, right
+
+    def settle(self, matrix: Tensor) -> None:
+        """Take the exact vectors: after the matrix has been set as a whole, old ones may be orthogonal to its own."""
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+        self.keep(u[:, 0], vh[0])
 
     def keep(self, left: Tensor, right: Tensor) -> None:
         self.left.copy_(left)
@@ -118,11 +131,11 @@ class _SpectrallyNormalised(_Normalised):
             if self.training:
                 left, right = solve_constant(self.vectors, matrix)
             sigma = torch.dot(left, matrix @ right)
-        return self.weight_v * torch.clamp(self.bound / sigma, max=1.0)
+        return self.weight_v * (self.bound / torch.clamp(sigma, min=self.bound))
 
     def absorb(self, weight: Tensor) -> None:
         self.weight_v.copy_(weight)
-        self.vectors.keep(*self.vectors.improved(weight.flatten(1), SETTLE))
+        self.vectors.settle(weight.flatten(1))
 
 
 class WeightNormLinear(_WeightNormalised, nn.Linear):
@@ -168,7 +181,7 @@ def weight_norm(module: nn.Module) -> nn.Module:
     """
     weight = _take_weight(module, _WEIGHT, "weight_norm")
     module.weight_g = nn.Parameter(_norm_except_first(weight.detach()))
-    module.weight_v = nn.Parameter(weight.detach().clone())
+    module.weight_v = nn.Parameter(_directions(weight.detach()))
     return module
 
 

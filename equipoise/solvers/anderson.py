@@ -38,7 +38,8 @@ class Anderson(Solver):
     Attributes:
         memory: Iterates combined.
         mixing: Step along the combined residual.
-        ridge: Regularisation, relative to each residual's own size: the Gram matrix is scaled to unit diagonal before it
+        ridge: Regularisation, relative to each residual's own size: the Gram matrix is scaled to unit diagonal before
+        it
             is added. An absolute ridge turns the weights uniform once residuals are small, and one relative to the mean
             slows larger memories.
 
@@ -70,7 +71,7 @@ class Anderson(Solver):
         slot = state.residuals.push(g)
         state.images.push(fz)
         filled = len(state.residuals)
-        row = state.residuals.dots(g)[:, 0].double()  # (N, filled)
+        row = state.residuals.dots(g)[:, 0]  # (N, filled)
         gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
         gram[:, slot, :filled] = row
         gram[:, :filled, slot] = row
@@ -82,21 +83,33 @@ class Anderson(Solver):
 
 
 def residual_weights(gram: Tensor, ridge: float, work: torch.dtype, newest: int) -> Tensor:
-    """argmin_α αᵀAα with Σα = 1 for a Gram matrix A (N, k, k) whose entries carry rounding errors of `work`.
+    """argmin_α αᵀAα with Σα = 1 for Gram matrices A (N, k, k) whose entries carry rounding errors of `work`.
 
     A system whose matrix cannot be factorised, even with a ridge above the rounding level, gets a plain step: all
     weight on the newest slot.
     """
-    scale = gram.diagonal(dim1=1, dim2=2).clamp_min(1e-300).rsqrt()  # (N, k)
-    unit = gram * (scale[:, :, None] * scale[:, None, :])
-    factor, info = torch.linalg.cholesky_ex(unit + _identity(unit, max(ridge, torch.finfo(work).eps)))
-    solved = torch.cholesky_solve(scale[:, :, None], factor)[:, :, 0] * scale
+    lift, ones, units = _constants(gram.shape[1], max(ridge, torch.finfo(work).eps), work, gram.device)
+    # (A + λ·diag A) w = 1 is the ridge on the matrix scaled to unit diagonal, with the scaling worked in.
+    factor, info = torch.linalg.cholesky_ex(gram * lift)
+    if torch.is_grad_enabled():  # the gradient of a failed factorisation is NaN, even where it is masked out
+        usable = torch.where((info == 0)[:, None, None], gram * lift, torch.diag_embed(ones[:, 0]))
+        factor = torch.linalg.cholesky_ex(usable)[0]
+    solved = torch.cholesky_solve(ones.expand(len(gram), -1, 1), factor)[:, :, 0]
     weights = (solved / solved.sum(dim=1, keepdim=True)).to(work)
-    usable = (info == 0) & torch.isfinite(weights).all(dim=1)
-    plain = torch.zeros_like(weights[:1])
-    plain[:, newest] = 1.0
-    return torch.where(usable[:, None], weights, plain)
+    return torch.where((info == 0)[:, None], weights, units[newest])
 
 
-def _identity(like: Tensor, value: float) -> Tensor:
-    return torch.eye(like.shape[-1], dtype=like.dtype, device=like.device).mul_(value)
+def _constants(k: int, ridge: float, work: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """1 + ridge·I and a column of ones in float64, and the unit vectors; kept, as a step is many small operations."""
+    key = (k, ridge, work, device)
+    if torch.compiler.is_compiling() or key not in _kept:
+        with torch.inference_mode(False):  # else they could not be used where autograd is on
+            identity = torch.eye(k, dtype=torch.float64, device=device)
+            made = (1 + ridge * identity, identity.new_ones((k, 1)), list(identity.to(work).unbind()))
+        if torch.compiler.is_compiling():
+            return made
+        _kept[key] = made
+    return _kept[key]
+
+
+_kept: dict[tuple[int, float, torch.dtype, torch.device], tuple[Tensor, Tensor, list[Tensor]]] = {}

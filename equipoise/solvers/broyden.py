@@ -23,21 +23,20 @@ if TYPE_CHECKING:
 class BroydenState(State):
     """The operator H = −(I + Sᵀ M S), where the rows of S are the steps taken so far.
 
-    The update for a step s adds u·(sᵀH), with u = ahead·s_next + behind·s. It stays pending until the next step is known,
-    and so nothing but the steps has to be stored (docs/maths/broyden.md has the derivation).
+    The update for a step s adds u·(sᵀH), and u lies in the span of s and the step that follows it. So its row of M is
+    written ahead of that step, and nothing but the steps has to be stored (docs/maths/broyden.md has the derivation).
     """
 
     steps: History  # S
-    small: Tensor  # (N, slots, slots) M
+    small: Tensor  # (N, slots + 1, slots + 1) M; the row after the newest slot awaits the next step
     point: Leaves  # the iterate before; empty before the first step
-    pending: Tensor  # (N, slots) sᵀH = −pending·S of the update to complete; zero for none
-    ahead: Tensor  # (N,) times the length of the next step
-    behind: Tensor  # (N,)
-    slot: Tensor  # (N,) where that s is stored
+    # Where steps are not full ones, the awaited update also has a row at the slot of its own step.
+    late: Tensor | None = None  # (N, slots + 1)
+    slot: Tensor | None = None  # (N,)
     trial: Trial | None = None
 
     def apply(self, x: Leaves, transposed: bool = False) -> Leaves:
-        """H x or Hᵀx, with the pending update left out."""
+        """H x or Hᵀx, as far as its updates are complete: without the one that awaits the next step."""
         k = len(self.steps)
         if k == 0:
             return [-leaf for leaf in x]
@@ -51,8 +50,8 @@ class BroydenState(State):
 class Broyden(Solver):
     """Broyden's "good" method: a secant approximation of the inverse Jacobian, improved by rank one per step.
 
-    Finds roots that repel the plain iteration. Cost per step: one f, one row of inner products and one weighted sum over
-    the steps stored. Storage: one state per step taken (half of the usual pair form), or `memory` states.
+    Finds roots that repel the plain iteration. Cost per step: one f, one row of inner products and one weighted sum
+    over the steps stored. Storage: one state per step taken (half of the usual pair form), or `memory` states.
 
     Attributes:
         memory: Steps kept; when full, the method restarts from the current point (overwriting a single one would break
@@ -60,8 +59,8 @@ class Broyden(Solver):
         step: Share of the quasi-Newton step to take.
         line_search: Shorten steps, per system, until ‖g‖ decreases; each trial costs one f.
 
-    Reference: C. G. Broyden, Math. Comp. 19 (1965); the one-vector form is in C. T. Kelley, Iterative Methods for Linear
-    and Nonlinear Equations, SIAM (1995), chapter 7.
+    Reference: C. G. Broyden, Math. Comp. 19 (1965); the one-vector form is in C. T. Kelley, Iterative Methods for
+    Linear and Nonlinear Equations, SIAM (1995), chapter 7.
     """
 
     memory: int | None = None
@@ -76,16 +75,11 @@ class Broyden(Solver):
             raise ValueError(f"Broyden: line_search must be True or False, got {self.line_search!r}.")
 
     def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, BroydenState]:
-        n, slots = z[0].shape[0], self.memory or GROWTH
-        zero = z[0].new_zeros(n)
+        slots = (self.memory or GROWTH) + 1
         return z, BroydenState(
             steps=History(z, self.memory, differentiable=torch.is_grad_enabled()),
-            small=z[0].new_zeros((n, slots, slots)),
+            small=z[0].new_zeros((z[0].shape[0], slots, slots)),
             point=[],
-            pending=z[0].new_zeros((n, slots)),
-            ahead=zero,
-            behind=zero,
-            slot=torch.zeros_like(zero, dtype=torch.int64),
         )
 
     def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, BroydenState]:
@@ -94,15 +88,17 @@ class Broyden(Solver):
         if not state.point or len(state.steps) == self.memory:
             return self._restart(problem, z, g, state)
         if state.trial is None:
-            direction = self._update(g, _leaves.subtract(z, state.point), state)
+            along, weights = self._update(g, _leaves.subtract(z, state.point), state)
             state.point = z
-            return _leaves.axpy(z, self.step, direction), state
+            ahead = [torch.addcmul(x, along[:, None], y, value=self.step) for x, y in zip(z, g, strict=True)]
+            return state.steps.combine(weights, onto=ahead, scale=self.step), state
         merit = _leaves.dot(g, g)
         accepted = state.trial.accepts(merit)
         # A rejected trial stores a zero step, which changes nothing in H.
         nowhere = [torch.zeros_like(leaf) for leaf in z]
         s = _leaves.choose(accepted, _leaves.subtract(z, state.trial.point), nowhere)
-        direction = self._update(g, s, state, state.trial.length, accepted)
+        along, weights = self._update(g, s, state, state.trial.length, accepted)
+        direction = state.steps.combine(weights, onto=[along[:, None] * leaf for leaf in g])
         state.trial = state.trial.follow(accepted, z, direction, merit, self.step)
         state.point = state.trial.point
         return state.trial.target, state
@@ -118,58 +114,75 @@ class Broyden(Solver):
 
     def _update(
         self, g: Leaves, s: Leaves, state: BroydenState, length: Tensor | None = None, accepted: Tensor | None = None
-    ) -> Leaves:
-        """Take in the step s that led to residual g; return the direction −H g of the improved H.
+    ) -> tuple[Tensor, Tensor]:
+        """Take in the step s that led to residual g; return the new direction −H g as along·g + Sᵀ·weights.
 
-        `length` is the share of the direction that s is, if it varies; systems not `accepted` keep their H.
+        `length` is the share of its direction that s is, where that varies; systems not `accepted` have s = 0.
         """
         k = state.steps.push(s)
-        small = self._complete(state, k, length, accepted)[:, : k + 1, : k + 1]
-        share = self.step if length is None else length
+        small = self._writable(state, k)
+        uneven = self.step != 1.0 or length is not None
+        waiting = self._complete(state, small, k, length, accepted) if uneven else None
+        operator = small[:, : k + 1, : k + 1]
+        if torch.is_grad_enabled():
+            operator = operator.clone()  # autograd saves it, and more is written into M below
         products = state.steps.dots(g, s)  # (N, 2, k + 1)
         c, q = products[:, 0], products[:, 1]
-        left = torch.bmm(q[:, None], small)[:, 0]
+        weights = torch.bmm(operator, c[:, :, None])[:, :, 0]  # −H g = g + Sᵀ weights, before the update
+        left = torch.bmm(q[:, None], operator)[:, 0]
         left[:, k] += 1  # sᵀH = −left·S
-        weights = torch.bmm(small, c[:, :, None])[:, :, 0]  # −H g = g + Sᵀ weights, before the update
-        overlap, square = (left * c).sum(dim=1), q[:, k]
-        reach = square / share
+        overlap = torch.linalg.vecdot(left, c)
+        square = q[:, k]
+        share = self.step if length is None else length
+        reach = square if self.step == 1.0 and length is None else square / share
         pivot = reach - overlap  # sᵀH Δg
-        # A vanishing pivot (no step, or one that would make H singular) is no ground for an update.
-        safe = (pivot.abs() > math.sqrt(torch.finfo(square.dtype).eps) * reach) & (square > 0)
-        pivot, square = torch.where(safe, pivot, 1.0), torch.where(safe, square, 1.0)
-        along = torch.where(safe, reach / pivot, 1.0)
+        along = reach / pivot
+        # No step, or one that would make H singular, is no ground for an update. NaN counts as unsafe.
+        unsafe = ~(along.abs() < 1 / math.sqrt(torch.finfo(square.dtype).eps))
+        if torch.is_grad_enabled():  # the gradient of a NaN is NaN, even where it is masked out
+            square, reach, pivot = (term.masked_fill(unsafe, 1.0) for term in (square, reach, pivot))
+            along = reach / pivot
+        along = along.masked_fill(unsafe, 1.0)
+        row = (left / square[:, None]).masked_fill(unsafe[:, None], 0.0)
         weights = weights * along[:, None]
-        if self._uneven:
-            weights[:, k] += torch.where(safe, (1 - 1 / share) * overlap / pivot, 0.0)
-        pending = pad(torch.where(safe[:, None], left, 0.0), (0, state.small.shape[2] - k - 1))
-        slot = torch.full_like(state.slot, k)
-        if accepted is None:
-            state.pending, state.slot, state.ahead = pending, slot, share / square
-        else:
-            state.pending = torch.where(accepted[:, None], pending, state.pending)
-            state.slot = torch.where(accepted, slot, state.slot)
-            state.ahead = torch.where(accepted, share / square, state.ahead)
-        if self._uneven:
-            behind = (share - 1) / square
-            state.behind = behind if accepted is None else torch.where(accepted, behind, state.behind)
-        return _leaves.axpy(state.steps.combine(weights), along, g)
+        if uneven:
+            weights[:, k] += (overlap * (share - 1) / square * along).masked_fill(unsafe, 0.0)
+            self._postpone(state, row, k, length, accepted)
+        small[:, k + 1, : k + 1] = row if length is None else row * length[:, None]
+        if accepted is not None and waiting is not None:
+            small[:, k + 1] += torch.where(accepted[:, None], 0.0, waiting)
+        return along, weights
 
-    @property
-    def _uneven(self) -> bool:
-        """Whether steps are anything but full quasi-Newton steps."""
-        return self.step != 1.0 or self.line_search
+    def _complete(
+        self, state: BroydenState, small: Tensor, k: int, length: Tensor | None, accepted: Tensor | None
+    ) -> Tensor | None:
+        """Finish the awaited update now that its next step sits in slot k; return its row if it may wait on."""
+        late, waiting = state.late, None
+        if length is not None and accepted is not None:
+            waiting = small[:, k].clone()
+            small[:, k] = torch.where(accepted[:, None], waiting / length[:, None], 0.0)
+            late = None if late is None else torch.where(accepted[:, None], late, 0.0)
+        if late is not None and state.slot is not None:
+            index = state.slot[:, None, None].expand(-1, 1, late.shape[1])
+            small[:, :, : late.shape[1]].scatter_add_(1, index, late[:, None])
+        return waiting
 
-    def _complete(self, state: BroydenState, k: int, length: Tensor | None, accepted: Tensor | None) -> Tensor:
-        """Write the pending update into M now that its next step sits in slot k."""
-        if k == state.small.shape[1]:
-            state.small, state.pending = pad(state.small, (0, GROWTH, 0, GROWTH)), pad(state.pending, (0, GROWTH))
-        small = state.small.clone() if torch.is_grad_enabled() else state.small
-        ahead, behind = state.ahead / (self.step if length is None else length), state.behind
-        if accepted is not None:
-            ahead, behind = torch.where(accepted, ahead, 0.0), torch.where(accepted, behind, 0.0)
-        small[:, k] = ahead[:, None] * state.pending
-        if self._uneven:
-            index = state.slot[:, None, None].expand(-1, 1, small.shape[2])
-            small = small.scatter_add(1, index, (behind[:, None] * state.pending)[:, None])
-        state.small = small
-        return small
+    def _postpone(
+        self, state: BroydenState, row: Tensor, k: int, length: Tensor | None, accepted: Tensor | None
+    ) -> None:
+        """Note the part of the new update that belongs to its own step."""
+        late = pad((self.step - 1) * row if length is None else (length - 1)[:, None] * row, (0, 1))
+        slot = torch.full((len(row),), k, device=row.device)
+        if accepted is not None and state.late is not None and state.slot is not None:
+            late = torch.where(accepted[:, None], late, pad(state.late, (0, late.shape[1] - state.late.shape[1])))
+            slot = torch.where(accepted, slot, state.slot)
+        state.late, state.slot = late, slot
+
+    @staticmethod
+    def _writable(state: BroydenState, k: int) -> Tensor:
+        """M with room for row k + 1; a copy if autograd may have saved it."""
+        if k + 2 > state.small.shape[1]:
+            state.small = pad(state.small, (0, GROWTH, 0, GROWTH))
+        elif torch.is_grad_enabled():
+            state.small = state.small.clone()
+        return state.small

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 class Ladder(Solver):
     """Cheap solvers first, robust ones for the systems that need them.
 
-    Each stage starts from the best iterates of the one before, takes only the systems that are not yet solved, and has a
-    budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up.
+    Each stage starts from the best iterates of the one before, takes only the systems that are not yet solved, and
+    has a budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up.
 
     Attributes:
         stages: Solvers, from cheap to robust.

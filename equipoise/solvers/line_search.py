@@ -1,7 +1,8 @@
 """Backtracking along a direction, per system, on the driver's own evaluations of f.
 
-The merit is φ(t) = ‖g(z + t·p)‖² with the model slope φ'(0) = −φ(0), exact for a Newton direction. A trial point that does not
-bring enough decrease is replaced by a shorter step from the same point; each trial is one ordinary driver step.
+The merit is φ(t) = ‖g(z + t·p)‖² with the model slope φ'(0) = −φ(0), exact for a Newton direction. A trial point that
+does not bring enough decrease is replaced by a shorter step from the same point; each trial is one ordinary driver
+step.
 """
 
 from dataclasses import dataclass

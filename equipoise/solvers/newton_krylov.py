@@ -31,7 +31,7 @@ class GMRES:
     def solve(self, problem: "Problem", z: Leaves, g: Leaves) -> Leaves:
         """p with (I − J(z))·p ≈ g, per system.
 
-        Gram–Schmidt runs twice, so the basis stays orthogonal in float32. A system that is done early, or that breaks down
+        Gram–Schmidt runs twice, so the basis stays orthogonal in float32. A system that is done, or that breaks down
         luckily, continues with zero vectors, which add nothing.
         """
         n, device = g[0].shape[0], g[0].device
@@ -50,10 +50,12 @@ class GMRES:
             size = _leaves.norm(image)
             size = torch.where(size > torch.finfo(size.dtype).eps * column.abs().amax(dim=1), size, 0.0)
             hessenberg[:, : k + 1, k], hessenberg[:, k + 1, k] = column.double(), size.double()
-            vector = _scaled(image, size)
             weights, remaining = _least_squares(hessenberg[:, : k + 2, : k + 1], start.double())
-            if bool((remaining <= self.rtol * start).all()):
+            unmet = remaining > self.rtol * start
+            if not bool(unmet.any()):
                 break
+            # A system that is done gets a zero vector, so that its result does not depend on its batch mates.
+            vector = _scaled(image, torch.where(unmet, size, 0.0))
         return basis.combine(weights.to(g[0].dtype))
 
 
