@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from equipoise import _leaves
+from equipoise._compat import reenter_autocast
 from equipoise._errors import unknown_name
 from equipoise._problem import Problem
 from equipoise._solution import Stats, Status, fresh_stats
@@ -83,7 +84,9 @@ def iterate(
     keep_state: bool = False,
 ) -> Outcome:
     """Run `solver` on `problem` from z until every system has met `stop`."""
-    return _Run(problem, solver, stop, trace, collect, keep_state).loop(z)
+    # Autocast is for f, which enters it by itself, and not for the solver's inner products.
+    with reenter_autocast(problem.device_type, None):
+        return _Run(problem, solver, stop, trace, collect, keep_state).loop(z)
 
 
 class _Run:
@@ -138,30 +141,34 @@ class _Run:
 
     def _measure(self, k: int, z: Leaves, fz: Leaves) -> int | None:
         """Take one iterate into account; return the number of systems still running, if the host knows it."""
-        stop, progress = self.stop, self.progress
         g = self.problem.residual(z, fz)
+        if not self.grad:
+            return self._judge(k, z, _leaves.norm(g, self.stop.norm), _leaves.norm(fz, self.stop.norm))
         with torch.no_grad():
-            size, image = _leaves.norm(g, stop.norm), _leaves.norm(fz, stop.norm)
-            relative = size / (image + self.tiny)
-            if stop.fixed_budget:
-                self._measure_fixed(z, relative)
-                return None
-            if k == 0:
-                eps = torch.finfo(size.dtype).eps
-                progress.limit = stop.diverge * (size + eps * image)
-            reading = (k + 1) % stop.check_every == 0
-            tolerance = image * stop.rtol if stop.atol == 0 else torch.add(image * stop.rtol, stop.atol)
-            if self.all_running and reading:
-                calm = (relative < progress.residual) & (size > tolerance) & (size <= progress.limit)
-                if bool(calm.all()):  # the usual step: all systems run and all improve
-                    progress.best, progress.residual, progress.latest = z, relative, relative
-                    progress.stalled = self.zeros
-                    self._note(relative)
-                    return len(calm)
-            self._measure_each(k, z, size, relative, (size <= tolerance) & torch.isfinite(size))
-            live = self.live.read(progress.status) if reading else None
-            self.all_running = self.on_host and live == self.problem.num_systems
-            return live
+            return self._judge(k, z, _leaves.norm(g, self.stop.norm), _leaves.norm(fz, self.stop.norm))
+
+    def _judge(self, k: int, z: Leaves, size: Tensor, image: Tensor) -> int | None:
+        stop, progress = self.stop, self.progress
+        relative = size / (image + self.tiny)
+        if stop.fixed_budget:
+            self._measure_fixed(z, relative)
+            return None
+        if k == 0:
+            eps = torch.finfo(size.dtype).eps
+            progress.limit = stop.diverge * (size + eps * image)
+        reading = (k + 1) % stop.check_every == 0
+        tolerance = image * stop.rtol if stop.atol == 0 else torch.add(image * stop.rtol, stop.atol)
+        if self.all_running and reading:
+            calm = (relative < progress.residual) & (size > tolerance) & (size <= progress.limit)
+            if bool(calm.all()):  # the usual step: all systems run and all improve
+                progress.best, progress.residual, progress.latest = z, relative, relative
+                progress.stalled = self.zeros
+                self._note(relative)
+                return len(calm)
+        self._measure_each(k, z, size, relative, (size <= tolerance) & torch.isfinite(size))
+        live = self.live.read(progress.status) if reading else None
+        self.all_running = self.on_host and live == self.problem.num_systems
+        return live
 
     def _measure_fixed(self, z: Leaves, relative: Tensor) -> None:
         progress = self.progress
@@ -184,7 +191,10 @@ class _Run:
             self.trace.append((self.index, relative))
 
     def _keep_best(self, better: Tensor, z: Leaves) -> None:
-        with torch.set_grad_enabled(self.grad):  # the iterates themselves may be differentiated, the statistics not
+        if not self.grad:
+            self.progress.best = _leaves.choose(better, z, self.progress.best)
+            return
+        with torch.enable_grad():  # the iterates themselves may be differentiated, the statistics not
             self.progress.best = _leaves.choose(better, z, self.progress.best)
 
     def _measure_each(self, k: int, z: Leaves, size: Tensor, relative: Tensor, converged: Tensor) -> None:

@@ -91,6 +91,12 @@ class StateSpec:
     def num_systems(self) -> int:
         return self.flat_shapes[0][0]
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether a state is one (N, D) tensor in the work dtype, its own only leaf."""
+        one = len(self.shapes) == 1 and self.treedef.is_leaf() and self.orders[0] is None
+        return one and self.shapes[0] == self.flat_shapes[0] and self.dtypes[0] == self.work_dtype
+
     def flatten(self, tree: Tree) -> Leaves:
         """Tree to (N, D_i) leaves, in the tree's own dtypes."""
         tensors = [tree] if isinstance(tree, Tensor) else tree_flatten(tree)[0]
@@ -171,7 +177,10 @@ class Problem:
         self.in_dims = _normalise_in_dims(in_dims, inputs, spec)
         self.scope = SolveScope()
         self._calls = [0]  # shared with every subset of this problem
-        self.autocast = autocast_dtype(spec.device.type)
+        self.device_type = spec.device.type
+        self.autocast = autocast_dtype(self.device_type)
+        # States that are one (N, D) tensor in the work dtype go in and out as they are.
+        self._direct = spec.is_flat
         self._checked = False
         self._residual: tuple[Leaves, Leaves, Leaves] | None = None
 
@@ -197,6 +206,11 @@ class Problem:
     def evaluate(self, z: Leaves) -> Leaves:
         """f(z), counted; the structure of the result is checked the first time."""
         self._calls[0] += 1
+        if torch.compiler.is_compiling():
+            return self.apply(self.f, z)
+        if autocast_dtype(self.device_type) == self.autocast:  # as `active`, at half the cost
+            with self.scope:
+                return self.apply(self.f, z)
         with self.active():
             return self.apply(self.f, z)
 
@@ -265,11 +279,13 @@ class Problem:
 
     def apply(self, f: Callable[..., Tree], z: Leaves) -> Leaves:
         """A map on trees, f or something in its place, on leaves; not counted, not within the scope."""
-        value = f(self.spec.unflatten(z), *self.inputs)
+        value = f(z[0] if self._direct else self.spec.unflatten(z), *self.inputs)
         if not self._checked:
             self.spec.check(value, self.autocast)
             self._checked = True
         work = self.spec.work_dtype
+        if self._direct:
+            return [value if value.dtype == work else value.to(work)]
         return [leaf.to(work) for leaf in self.spec.flatten(value)]
 
 
@@ -278,7 +294,7 @@ class _Entered:
 
     def __init__(self, problem: Problem) -> None:
         self.scope = problem.scope
-        self.autocast = reenter_autocast(problem.spec.device.type, problem.autocast)
+        self.autocast = reenter_autocast(problem.device_type, problem.autocast)
 
     def __enter__(self) -> None:
         self.scope.__enter__()

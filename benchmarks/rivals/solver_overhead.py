@@ -29,12 +29,11 @@ CLOCK = time.perf_counter
 
 
 class DenseCell(nn.Module):
-    """tanh(W z + x) on (64, 512)."""
+    """tanh(W z + x) on (64, 512), W nearly orthogonal: 30 steps of any solver stay above the rounding level."""
 
     def __init__(self, width: int = 512) -> None:
         super().__init__()
-        weight = torch.randn(width, width)
-        self.weight = nn.Parameter(weight * (0.95 / torch.linalg.matrix_norm(weight, 2)))
+        self.weight = nn.Parameter(0.99 * torch.linalg.qr(torch.randn(width, width))[0])
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(nn.functional.linear(z, self.weight) + x)
@@ -174,7 +173,7 @@ def main() -> None:
     results: dict[str, Any] = {"header": header, "steps": STEPS, "rounds": options.rounds, "cases": {}}
     with torch.no_grad():
         for case, (make, shape) in CASES.items():
-            table = measure(make().eval(), torch.randn(shape), options.rounds)
+            table = measure(make().eval(), 0.1 * torch.randn(shape), options.rounds)
             results["cases"][case] = table
             f_ms = next(iter(table.values()))["f_milliseconds"]
             lines += [f"## {case} (f: {f_ms:.3f} ms)", ""]

@@ -22,7 +22,7 @@ class AndersonState(State):
 
     images: History
     residuals: History
-    gram: Tensor  # (N, m, m), by slot
+    gram: Tensor  # (N, m, m), by slot, in float64 and with the ridge
     weights: Tensor  # (N, m), by slot
 
 
@@ -71,45 +71,57 @@ class Anderson(Solver):
         slot = state.residuals.push(g)
         state.images.push(fz)
         filled = len(state.residuals)
-        row = state.residuals.dots(g)[:, 0]  # (N, filled)
-        gram = state.gram.clone() if torch.is_grad_enabled() else state.gram
-        gram[:, slot, :filled] = row
-        gram[:, :filled, slot] = row
-        weights = residual_weights(gram[:, :filled, :filled], self.ridge, z[0].dtype, newest=slot)
+        ridge = max(self.ridge, torch.finfo(z[0].dtype).eps)
+        gram = self._with_row(state.gram, state.residuals.dots(g).squeeze(1), slot, ridge)
+        weights = residual_weights(gram if filled == self.memory else gram[:, :filled, :filled], z[0].dtype, slot)
         proposal = state.images.combine(weights)
         if self.mixing != 1.0:
             proposal = _leaves.axpy(proposal, self.mixing - 1.0, state.residuals.combine(weights))
         return proposal, AndersonState(state.images, state.residuals, gram, weights)
 
+    def _with_row(self, gram: Tensor, row: Tensor, slot: int, ridge: float) -> Tensor:
+        """The Gram matrix with the inner products (N, filled) of the newest residual, its square raised by the ridge.
 
-def residual_weights(gram: Tensor, ridge: float, work: torch.dtype, newest: int) -> Tensor:
-    """argmin_α αᵀAα with Σα = 1 for Gram matrices A (N, k, k) whose entries carry rounding errors of `work`.
+        (A + λ·diag A) w = 1 is the ridge on the matrix scaled to unit diagonal, with the scaling worked in.
+        """
+        row = row * _constants(self.memory, ridge, row.dtype, row.device)[slot][: row.shape[1]]
+        if torch.is_grad_enabled():
+            gram = gram.clone()  # autograd may have saved it
+        known = gram if row.shape[1] == self.memory else gram[:, : row.shape[1], : row.shape[1]]
+        known.select(1, slot).copy_(row)
+        known.select(2, slot).copy_(row)
+        return gram
 
-    A system whose matrix cannot be factorised, even with a ridge above the rounding level, gets a plain step: all
-    weight on the newest slot.
+
+def residual_weights(gram: Tensor, work: torch.dtype, newest: int) -> Tensor:
+    """argmin_α αᵀAα with Σα = 1 for Gram matrices A (N, k, k), ridge included, in the dtype `work`.
+
+    A system whose matrix cannot be factorised gets a plain step: all weight on the newest slot.
     """
-    lift, ones, units = _constants(gram.shape[1], max(ridge, torch.finfo(work).eps), work, gram.device)
-    # (A + λ·diag A) w = 1 is the ridge on the matrix scaled to unit diagonal, with the scaling worked in.
-    factor, info = torch.linalg.cholesky_ex(gram * lift)
-    if torch.is_grad_enabled():  # the gradient of a failed factorisation is NaN, even where it is masked out
-        usable = torch.where((info == 0)[:, None, None], gram * lift, torch.diag_embed(ones[:, 0]))
-        factor = torch.linalg.cholesky_ex(usable)[0]
-    solved = torch.cholesky_solve(ones.expand(len(gram), -1, 1), factor)[:, :, 0]
+    factor, info = torch.linalg.cholesky_ex(gram)
+    grad = torch.is_grad_enabled()
+    if grad:  # the gradient of a failed factorisation is NaN, even where it is masked out
+        identity = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+        factor = torch.linalg.cholesky_ex(torch.where((info == 0)[:, None, None], gram, identity))[0]
+    solved = torch.cholesky_solve(gram.new_ones((len(gram), gram.shape[1], 1)), factor).squeeze(2)
     weights = (solved / solved.sum(dim=1, keepdim=True)).to(work)
-    return torch.where((info == 0)[:, None], weights, units[newest])
+    if not grad and info.is_cpu and not torch.compiler.is_compiling() and info.nonzero().shape[0] == 0:
+        return weights  # the usual case, for the price of one look
+    plain = torch.zeros_like(weights)
+    plain[:, newest] = 1.0
+    return torch.where((info == 0)[:, None], weights, plain)
 
 
-def _constants(k: int, ridge: float, work: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """1 + ridge·I and a column of ones in float64, and the unit vectors; kept, as a step is many small operations."""
-    key = (k, ridge, work, device)
+def _constants(k: int, ridge: float, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    """The rows of 1 + ridge·I; kept, because a step consists of small operations like making them."""
+    key = (k, ridge, dtype, device)
     if torch.compiler.is_compiling() or key not in _kept:
         with torch.inference_mode(False):  # else they could not be used where autograd is on
-            identity = torch.eye(k, dtype=torch.float64, device=device)
-            made = (1 + ridge * identity, identity.new_ones((k, 1)), list(identity.to(work).unbind()))
+            made = list((1 + ridge * torch.eye(k, dtype=torch.float64, device=device)).unbind())
         if torch.compiler.is_compiling():
             return made
         _kept[key] = made
     return _kept[key]
 
 
-_kept: dict[tuple[int, float, torch.dtype, torch.device], tuple[Tensor, Tensor, list[Tensor]]] = {}
+_kept: dict[tuple[int, float, torch.dtype, torch.device], list[Tensor]] = {}

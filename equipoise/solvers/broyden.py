@@ -88,16 +88,17 @@ class Broyden(Solver):
         if not state.point or len(state.steps) == self.memory:
             return self._restart(problem, z, g, state)
         if state.trial is None:
-            along, weights = self._update(g, _leaves.subtract(z, state.point), state)
+            along, weights = self._update(g, *state.steps.push_difference(z, state.point), state)
             state.point = z
-            ahead = [torch.addcmul(x, along[:, None], y, value=self.step) for x, y in zip(z, g, strict=True)]
+            along = along.unsqueeze(1)
+            ahead = [torch.addcmul(x, along, y, value=self.step) for x, y in zip(z, g, strict=True)]
             return state.steps.combine(weights, onto=ahead, scale=self.step), state
         merit = _leaves.dot(g, g)
         accepted = state.trial.accepts(merit)
         # A rejected trial stores a zero step, which changes nothing in H.
         nowhere = [torch.zeros_like(leaf) for leaf in z]
         s = _leaves.choose(accepted, _leaves.subtract(z, state.trial.point), nowhere)
-        along, weights = self._update(g, s, state, state.trial.length, accepted)
+        along, weights = self._update(g, state.steps.push(s), s, state, state.trial.length, accepted)
         direction = state.steps.combine(weights, onto=[along[:, None] * leaf for leaf in g])
         state.trial = state.trial.follow(accepted, z, direction, merit, self.step)
         state.point = state.trial.point
@@ -113,13 +114,18 @@ class Broyden(Solver):
         return _leaves.axpy(z, self.step, g), fresh
 
     def _update(
-        self, g: Leaves, s: Leaves, state: BroydenState, length: Tensor | None = None, accepted: Tensor | None = None
+        self,
+        g: Leaves,
+        k: int,
+        s: Leaves,
+        state: BroydenState,
+        length: Tensor | None = None,
+        accepted: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Take in the step s that led to residual g; return the new direction −H g as along·g + Sᵀ·weights.
+        """Take in the step s, stored in slot k, that led to residual g; return −H g as along·g + Sᵀ·weights.
 
         `length` is the share of its direction that s is, where that varies; systems not `accepted` have s = 0.
         """
-        k = state.steps.push(s)
         small = self._writable(state, k)
         uneven = self.step != 1.0 or length is not None
         waiting = self._complete(state, small, k, length, accepted) if uneven else None
@@ -127,28 +133,28 @@ class Broyden(Solver):
         if torch.is_grad_enabled():
             operator = operator.clone()  # autograd saves it, and more is written into M below
         products = state.steps.dots(g, s)  # (N, 2, k + 1)
-        c, q = products[:, 0], products[:, 1]
-        weights = torch.bmm(operator, c[:, :, None])[:, :, 0]  # −H g = g + Sᵀ weights, before the update
-        left = torch.bmm(q[:, None], operator)[:, 0]
-        left[:, k] += 1  # sᵀH = −left·S
+        c, q = products.unbind(1)
+        weights = torch.bmm(operator, c.unsqueeze(2)).squeeze(2)  # −H g = g + Sᵀ weights, before the update
+        left = torch.bmm(q.unsqueeze(1), operator).squeeze(1)
+        left.select(1, k).add_(1)  # sᵀH = −left·S
         overlap = torch.linalg.vecdot(left, c)
-        square = q[:, k]
+        square = q.select(1, k)
         share = self.step if length is None else length
         reach = square if self.step == 1.0 and length is None else square / share
         pivot = reach - overlap  # sᵀH Δg
         along = reach / pivot
         # No step, or one that would make H singular, is no ground for an update. NaN counts as unsafe.
-        unsafe = ~(along.abs() < 1 / math.sqrt(torch.finfo(square.dtype).eps))
+        unsafe = torch.logical_not(along.abs() < 1 / math.sqrt(torch.finfo(square.dtype).eps))
         if torch.is_grad_enabled():  # the gradient of a NaN is NaN, even where it is masked out
             square, reach, pivot = (term.masked_fill(unsafe, 1.0) for term in (square, reach, pivot))
             along = reach / pivot
         along = along.masked_fill(unsafe, 1.0)
-        row = (left / square[:, None]).masked_fill(unsafe[:, None], 0.0)
-        weights = weights * along[:, None]
+        row = (left / square.unsqueeze(1)).masked_fill_(unsafe.unsqueeze(1), 0.0)
+        weights = weights * along.unsqueeze(1)
         if uneven:
             weights[:, k] += (overlap * (share - 1) / square * along).masked_fill(unsafe, 0.0)
             self._postpone(state, row, k, length, accepted)
-        small[:, k + 1, : k + 1] = row if length is None else row * length[:, None]
+        small.select(1, k + 1).narrow(1, 0, k + 1).copy_(row if length is None else row * length[:, None])
         if accepted is not None and waiting is not None:
             small[:, k + 1] += torch.where(accepted[:, None], 0.0, waiting)
         return along, weights

@@ -608,6 +608,7 @@ def test_collected_matrices_are_those_of_their_own_step():
     for k, gram in enumerate(solution.collected["gram"], start=1):
         expected = torch.zeros(3, 4, 4, dtype=torch.float64)
         expected[:, :k, :k] = residuals[:, :k] @ residuals[:, :k].mT
+        expected = expected * (1 + eq.Anderson().ridge * torch.eye(4, dtype=torch.float64))
         assert torch.allclose(gram.double(), expected, rtol=1e-10, atol=1e-14)
 
 
