@@ -354,12 +354,12 @@ def test_broyden_with_a_short_memory_converges_from_every_start():
 
 
 def test_broyden_storage_follows_the_steps_taken():
-    case = tanh_map(n=50, batch=4, norm=0.5)
+    case = tanh_map(n=50, batch=4, norm=0.95)
     short = case.solve("broyden", stop=Stop(rtol=1e-3, max_steps=5000))
     long = case.solve("broyden", stop=Stop(rtol=1e-12, max_steps=5000))
     state = case.z0.nbytes
     assert short.stats.solver_bytes <= (GROWTH + 8) * state  # one block of steps, the point and the small matrices
-    assert short.stats.solver_bytes < long.stats.solver_bytes <= 3 * GROWTH * state
+    assert short.stats.solver_bytes < long.stats.solver_bytes <= 4 * GROWTH * state
 
 
 def test_line_search_shortens_steps_that_do_not_help():

@@ -1,5 +1,8 @@
 """The core on a CUDA device: the lagged check, selection by `where`, and the backward thread differ from the CPU."""
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
 from torch import nn
@@ -27,6 +30,17 @@ def f(z, w, x):
     return torch.tanh(z @ w.T + x)
 
 
+@contextmanager
+def waiting_is_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @pytest.mark.parametrize("solver", [*SOLVERS, eq.NewtonKrylov(), eq.Ladder()], ids=str)
 def test_same_result_as_on_the_cpu(solver):
     w, x = tanh_problem()
@@ -44,12 +58,8 @@ def test_fixed_budget_never_waits_for_the_device(solver, select):
     stop = eq.Stop(rtol=0, max_steps=8, select=select)
     z0 = torch.zeros_like(x)
     expected = eq.fixed_point(f, z0, w, x, solver=solver, stop=stop).value  # warm-up: lazy initialisation may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.no_grad():
-            value = eq.fixed_point(f, z0, w, x, solver=solver, stop=stop).value
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with waiting_is_an_error(), torch.no_grad():
+        value = eq.fixed_point(f, z0, w, x, solver=solver, stop=stop).value
     assert torch.equal(value, expected)
 
 
