@@ -192,13 +192,13 @@ def run(steps: int) -> dict[str, Any]:
     results["memory"] = {"DEQ": memory(deq, data[0])}
     for depth in DEPTHS:
         deq.deq.plan = unrolled(depth)
-        results["memory"][f"{depth} layers"] = memory(deq, data[0])
+        results["memory"]["1 layer" if depth == 1 else f"{depth} layers"] = memory(deq, data[0])
     deq.deq.plan = plan
     return results
 
 
 def table(results: dict[str, Any]) -> list[list[str]]:
-    head = ["model", "train loss", "valid loss (residual)", "f evaluations, forward/backward", "kept memory", "time"]
+    head = ["model", "train loss", "valid loss (residual)", "f fwd / bwd", "kept memory", "time"]
     rows = [head]
     for name, row in results["models"].items():
         valid = "; ".join(f"K={k}: {v['loss']:.3f} ({v['residual']:.0e})" for k, v in row["valid"].items())
@@ -266,10 +266,10 @@ def draw(results: dict[str, Any], out: Path) -> dict[str, str]:
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>equipoise demo</title><style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 46rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 48rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
 h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2rem; }}
 .scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 0.9rem; }}
-th, td {{ text-align: left; padding: 0.4rem 0.8rem 0.4rem 0; border-bottom: 1px solid #ddd; white-space: nowrap; }}
+th, td {{ text-align: left; padding: 0.4rem 0.8rem 0.4rem 0; border-bottom: 1px solid #ddd; }}
 img {{ max-width: 100%; height: auto; }} .note {{ color: #555; font-size: 0.9rem; }}
 </style></head><body>
 <h1>One layer, as an equilibrium and as a stack</h1>
@@ -278,7 +278,8 @@ equilibrium of the layer, found by a solver and differentiated implicitly; once 
 the same weights and trained by ordinary backpropagation. Same start, same batches.</p>
 <div class="scroll">{table}</div>
 <p class="note">{data}. Loss in nats per character. K is the evaluation budget of the solver: an equilibrium gives the
-same loss at both. Kept memory is the autograd graph plus the solver's history. {environment}.</p>
+same loss at both. f fwd / bwd counts evaluations of the layer and of its VJPs per training step. Kept memory is the
+autograd graph plus the solver's history. {environment}.</p>
 <h2>Convergence</h2><img alt="relative residual against steps" src="data:image/png;base64,{convergence}">
 <p>Spectral radius of the layer's Jacobian at the equilibrium (largest of four samples): {radius:.2f}.</p>
 <h2>Memory</h2><img alt="memory of a training step" src="data:image/png;base64,{memory}">
