@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from equipoise._compat import keep_backward_buffers, reaches_leaf
-from equipoise._errors import unknown_name
 from equipoise._iterate import Outcome
 from equipoise._problem import Problem, pullback
+from equipoise._registry import Registry
 from equipoise._solution import BackwardRecord, EquilibriumError, EquilibriumWarning, Solution, Stats
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
@@ -35,34 +35,13 @@ class Adjoint(abc.ABC):
         """Run the forward solve in the right grad mode and return a solution whose value carries the gradient."""
 
 
-ADJOINTS: dict[str, type[Adjoint]] = {}
-
-
-def register_adjoint(name: str) -> Callable[[type[Adjoint]], type[Adjoint]]:
-    """Make an adjoint known by name."""
-
-    def register(cls: type[Adjoint]) -> type[Adjoint]:
-        if name in ADJOINTS:
-            raise ValueError(f"adjoint name {name!r} is already taken by {ADJOINTS[name].__name__}.")
-        ADJOINTS[name] = cls
-        return cls
-
-    return register
+ADJOINTS = Registry("adjoint")
+register_adjoint = ADJOINTS.register
 
 
 def as_adjoint(adjoint: Adjoint | str) -> Adjoint:
     """An adjoint, given one or its registered name."""
-    if isinstance(adjoint, Adjoint):
-        return adjoint
-    if isinstance(adjoint, str):
-        if adjoint not in ADJOINTS:
-            raise unknown_name("adjoint", adjoint, ADJOINTS)
-        return ADJOINTS[adjoint]()
-    if isinstance(adjoint, type) and issubclass(adjoint, Adjoint):
-        raise TypeError(f"adjoint is the class {adjoint.__name__}; pass an instance, {adjoint.__name__}().")
-    raise TypeError(
-        f"adjoint must be an Adjoint or one of {', '.join(sorted(ADJOINTS))}; got {type(adjoint).__name__}."
-    )
+    return ADJOINTS.instance(adjoint, Adjoint)
 
 
 def finish(problem: Problem, outcome: Outcome, value: Leaves | None = None, **fields: Any) -> Solution:

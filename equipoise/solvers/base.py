@@ -6,14 +6,13 @@ refusing non-finite values, traces) belongs to the driver.
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from equipoise._errors import unknown_name
 from equipoise._history import History
+from equipoise._registry import Registry
 from equipoise._tree import Leaves
 
 if TYPE_CHECKING:
@@ -73,31 +72,10 @@ class Solver(abc.ABC):
         return iterate(problem, self, z, stop, **options)
 
 
-SOLVERS: dict[str, type[Solver]] = {}
-
-SolverType = TypeVar("SolverType", bound=type[Solver])
-
-
-def register_solver(name: str) -> Callable[[SolverType], SolverType]:
-    """Make a solver known by name."""
-
-    def register(cls: SolverType) -> SolverType:
-        if name in SOLVERS:
-            raise ValueError(f"solver name {name!r} is already taken by {SOLVERS[name].__name__}.")
-        SOLVERS[name] = cls
-        return cls
-
-    return register
+SOLVERS = Registry("solver")
+register_solver = SOLVERS.register
 
 
 def as_solver(solver: "Solver | str") -> Solver:
     """A solver, given one or its registered name."""
-    if isinstance(solver, Solver):
-        return solver
-    if isinstance(solver, str):
-        if solver not in SOLVERS:
-            raise unknown_name("solver", solver, SOLVERS)
-        return SOLVERS[solver]()
-    if isinstance(solver, type) and issubclass(solver, Solver):
-        raise TypeError(f"solver is the class {solver.__name__}; pass an instance, {solver.__name__}().")
-    raise TypeError(f"solver must be a Solver or one of {', '.join(sorted(SOLVERS))}; got {type(solver).__name__}.")
+    return SOLVERS.instance(solver, Solver)
