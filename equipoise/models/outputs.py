@@ -14,11 +14,11 @@ class LMOutput:
     """The output of a sequence model.
 
     Attributes:
-        logits: (B, T, vocabulary) scores, or None when the model was given targets.
+        logits: (B, T, vocabulary) scores (log-probabilities are scores too), or None when the model was given targets.
         losses: (B, T) negative log-likelihood of each target in nats, in input order; None without targets.
         memory: What the next segment of the same streams needs, detached.
         hidden: (B, T, d) features before the output layer, dropout applied.
-        solution: The equilibrium and its statistics; None for explicit models.
+        solution: The equilibrium, or the iteration of a weight-tied stack, and its statistics; None for other models.
     """
 
     logits: Tensor | None = None

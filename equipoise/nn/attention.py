@@ -1,0 +1,152 @@
+"""Causal self-attention with relative positions, input injection and memory."""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from equipoise._errors import require_count, require_number
+from equipoise.nn.dropout import AttentionDropout, VariationalDropout
+from equipoise.nn.norm import weight_norm as normalised
+
+BIAS_STD = 0.01
+
+Past = tuple[Tensor, Tensor]
+"""Keys and values of positions before the segment, each (B, heads, M, d_head)."""
+
+Positions = tuple[Tensor, Tensor]
+"""Keys of distances, (heads, d_head, M + T + 1), and which pairs may not meet, (T, M + T)."""
+
+
+class RelativeAttention(nn.Module):
+    """Multi-head attention of T positions to themselves and to M positions before, by content and by distance.
+
+    With distance δ = M + i − j of query i and key j (memory first), per head:
+
+        [Q; K; V] = W_qkv [z₀, z] + [u₀, u]
+        s_ij = ((q_i + r_w)·k_j + (q_i + r_r)·(W_R R_δ)) / √d_head
+        result = W_o (dropout(softmax(s)) V) + b_o
+
+    where R_δ holds the sines, then the cosines, of δ·10000^(−2k/d). What does not depend on z is computed once for a
+    whole solve, by `positions` and `past`, and handed to `forward`.
+
+    Args:
+        d_model: Width, even, a multiple of `heads`.
+        heads: Number of heads.
+        local_size: Positions that a query sees, itself included: distances of `local_size` and more are masked. None
+            is no limit (the models first published as DEQ-Transformers wrote 0 and meant 1000).
+        dropout: On the attention map.
+        position_dropout: On R: one mask over features, shared by distances and by the batch.
+        weight_norm: Normalise W_qkv, W_R and W_o.
+        init_std: Standard deviation of initial weights, at most 1/√fan-in.
+
+    Reference: Z. Dai et al., Transformer-XL: attentive language models beyond a fixed-length context, ACL 2019.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        *,
+        local_size: int | None = None,
+        dropout: float = 0.0,
+        position_dropout: float = 0.0,
+        weight_norm: bool = False,
+        init_std: float = 0.05,
+    ) -> None:
+        super().__init__()
+        require_count("RelativeAttention", "d_model", d_model, low=2)
+        require_count("RelativeAttention", "heads", heads)
+        if d_model % heads or d_model % 2:
+            raise ValueError(
+                f"RelativeAttention: d_model must be even and a multiple of heads, got d_model={d_model}, "
+                f"heads={heads}; the next one up is {d_model + -d_model % math.lcm(2, heads)}."
+            )
+        if local_size is not None:
+            require_count("RelativeAttention", "local_size", local_size)
+        self.d_model, self.heads, self.d_head, self.local_size = d_model, heads, d_model // heads, local_size
+        self.qkv = initialised(nn.Linear(d_model, 3 * d_model, bias=False), init_std, weight_norm)
+        self.position = initialised(nn.Linear(d_model, d_model, bias=False), init_std, weight_norm)
+        self.output = initialised(nn.Linear(d_model, d_model), init_std, weight_norm)
+        self.content_bias = nn.Parameter(torch.empty(heads, self.d_head).normal_(std=BIAS_STD))  # r_w
+        self.position_bias = nn.Parameter(torch.empty(heads, self.d_head).normal_(std=BIAS_STD))  # r_r
+        self.map_dropout = AttentionDropout(dropout)
+        self.position_dropout = VariationalDropout(position_dropout, shared=0)
+
+    def positions(self, length: int, past: int = 0) -> Positions:
+        """What `forward` needs to know of distances, for `length` queries after `past` positions of memory.
+
+        The keys of distances begin with a column of zeros and then fall from M + T − 1 to 0: see `relative_shift`.
+        """
+        keys = past + length
+        like = self.content_bias
+        distance = torch.arange(keys - 1, -1, -1, device=like.device)
+        table = self.position_dropout(sinusoids(distance, self.d_model, like.dtype))
+        encoded = self.position(table).view(keys, self.heads, self.d_head).permute(1, 2, 0)
+        delta = torch.arange(past, keys, device=like.device)[:, None] - torch.arange(keys, device=like.device)
+        blocked = delta < 0
+        if self.local_size is not None:
+            blocked = blocked | (delta >= self.local_size)
+        return pad(encoded, (1, 0)), blocked
+
+    def past(self, z: Tensor, injection: Tensor) -> Past:
+        """Keys and values of memory: states (B, M, d) and their injections (B, M, 3d)."""
+        d = self.d_model
+        keys_values = linear(z, self.qkv.weight[d:]) + injection[..., d:]
+        keys, values = self._split(keys_values, 2)
+        return keys, values
+
+    def forward(self, z: Tensor, injection: Tensor, positions: Positions, past: Past | None = None) -> Tensor:
+        """The result for states z (B, T, d) with injection (B, T, 3d)."""
+        query, key, value = self._split(self.qkv(z) + injection, 3)  # each (B, heads, T, d_head)
+        if past is not None:
+            key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
+        distances, blocked = positions
+        by_content = (query + self.content_bias[:, None]) @ key.mT  # (B, heads, T, M + T)
+        by_distance = relative_shift((query + self.position_bias[:, None]) @ distances)
+        scores = (by_content + by_distance) / math.sqrt(self.d_head)
+        weights = self.map_dropout(scores.masked_fill(blocked, -math.inf).softmax(dim=-1))
+        mixed = weights.to(value.dtype) @ value
+        return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _split(self, joint: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """(B, T, parts·d) to `parts` tensors (B, heads, T, d_head)."""
+        return joint.unflatten(-1, (parts, self.heads, self.d_head)).permute(2, 0, 3, 1, 4).unbind()
+
+    def extra_repr(self) -> str:
+        return f"{self.d_model}, heads={self.heads}, local_size={self.local_size}"
+
+
+def relative_shift(scores: Tensor) -> Tensor:
+    """Scores by distance to scores by key, as a view: (..., T, L + 1) to (..., T, L), L = M + T.
+
+    Column c ≥ 1 of the argument belongs to distance L − c, so the score of query i and key j is at c = j + T − i, that
+    is, at T + i·L + j of the row-major flat matrix, whatever i and j: dropping the first T entries and reading rows of
+    length L does it. Entries with j > M + i, where the distance is negative, are of other rows, and must be masked.
+    """
+    length, columns = scores.shape[-2:]
+    return scores.flatten(-2)[..., length:].unflatten(-1, (length, columns - 1))
+
+
+def sinusoids(distance: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
+    """R_δ, (len(distance), d_model): sin(δ ω_k) for all k, then cos(δ ω_k), ω_k = 10000^(−2k/d_model)."""
+    wide = torch.promote_types(dtype, torch.float32)
+    k = torch.arange(0, d_model, 2, device=distance.device, dtype=wide)
+    angle = distance.to(wide)[:, None] * torch.exp(k * (-math.log(10000.0) / d_model))
+    return torch.cat([angle.sin(), angle.cos()], dim=1).to(dtype)
+
+
+def initialised(layer: nn.Linear, init_std: float, weight_norm: bool) -> nn.Linear:
+    """A linear layer with weights N(0, std²), std = min(init_std, 1/√fan-in), bias 0, weight-normalised if asked for.
+
+    A layer of large fan-in would otherwise start with a large operator norm. The initial values are those of v, and g
+    is ‖v‖: the effective weight is what was drawn.
+    """
+    require_number("initialised", "init_std", init_std, low=0.0, open_low=True)
+    nn.init.normal_(layer.weight, std=min(init_std, layer.in_features**-0.5))
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    if weight_norm:
+        normalised(layer)
+    return layer

@@ -1,0 +1,106 @@
+"""What a run is about: data, model, losses and metrics. One file per task."""
+
+import abc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from equipoise._registry import Registry
+from equipoise.models import create_model
+
+if TYPE_CHECKING:
+    from torchmetrics import MetricCollection
+
+TASKS = Registry("task")
+register_task = TASKS.register
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data of a run.
+
+    Attributes:
+        train: Training batch number `position`, a pure function of it, so that a resumed run sees what an uninterrupted
+            one would have seen.
+        epoch: Training batches in a pass.
+        held_out: Passes over the batches of other splits, by name.
+        info: Plain facts to log with every number.
+    """
+
+    train: Callable[[int], Any]
+    epoch: int
+    held_out: dict[str, Callable[[], Iterable[Any]]]
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+class Task(abc.ABC):
+    """A task; subclasses say what the data are and how a batch becomes a loss.
+
+    Args:
+        config: Settings, an instance of `Config`.
+        model: Name of the model and overrides of its settings.
+        data_dir: Where data files are.
+        seed: Key of everything random in the data.
+        rank: Which share of each batch this process takes.
+        world_size: Number of shares.
+    """
+
+    name: ClassVar[str]
+    Config: ClassVar[type]
+    score: ClassVar[str]
+    """The metric of the validation split by which models are compared; lower is better."""
+
+    def __init__(
+        self,
+        config: Any,
+        model: dict[str, Any],
+        *,
+        data_dir: str | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        self.config, self.model_settings = config, dict(model)
+        self.data_dir, self.seed, self.rank, self.world_size = data_dir, seed, rank, world_size
+
+    @abc.abstractmethod
+    def data(self) -> Splits:
+        """Load or make the data."""
+
+    def model_defaults(self) -> dict[str, Any]:
+        """Settings of the model that follow from the data, e.g. the size of the vocabulary."""
+        return {}
+
+    def model(self) -> nn.Module:
+        """Build the model."""
+        settings = {**self.model_defaults(), **self.model_settings}
+        return create_model(settings.pop("name"), **settings)
+
+    def artifacts(self) -> dict[str, Any]:
+        """Files, by name, that a trained model needs beside its weights, as plain values."""
+        return {}
+
+    @abc.abstractmethod
+    def metrics(self) -> "MetricCollection":
+        """Empty metrics, to be filled by `evaluation_step`."""
+
+    @abc.abstractmethod
+    def training_step(self, model: nn.Module, batch: Any, carry: Any, step: int) -> tuple[dict[str, Tensor], Any]:
+        """Losses of a batch, "loss" among them, and what the next batch of the same streams needs."""
+
+    @abc.abstractmethod
+    def evaluation_step(self, model: nn.Module, batch: Any, carry: Any, metrics: "MetricCollection") -> Any:
+        """Put a batch into the metrics; return what the next batch needs."""
+
+    def report(self, values: dict[str, float]) -> dict[str, float]:
+        """Metrics as they are shown, from their computed values."""
+        return values
+
+
+def mean_metrics(*names: str) -> "MetricCollection":
+    """Running means by name, right also when evaluation is spread over processes."""
+    from torchmetrics import MeanMetric, MetricCollection
+
+    return MetricCollection({name: MeanMetric() for name in names}, compute_groups=False)

@@ -1,0 +1,156 @@
+"""A run in one file: task, model, plan, schedules, training."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from equipoise._errors import require_count
+from equipoise._module import DEQ, Plan
+from equipoise._stop import Stop
+from equipoise.adjoints import Adjoint
+from equipoise.solvers import Solver
+from equipoise.tasks import TASKS, Task
+from equipoise.train.config import ConfigError, Source, Table, read_toml, to_data, with_overrides
+from equipoise.train.optim import AdamW, Averaging, Clip, Optimiser
+from equipoise.train.schedule import Cosine, Jitter, LearningRate, Penalty, PlanSchedule, Warmup
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The plan of evaluations, where it differs from that of training.
+
+    Attributes:
+        solver: Forward solver.
+        stop: When it ends.
+    """
+
+    solver: Solver | None = None
+    stop: Stop | None = None
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long and by what rule to train.
+
+    Attributes:
+        steps: Optimiser steps.
+        seed: Key of everything random.
+        log_every: Steps between lines of the log.
+        evaluate_every: Steps between evaluations on the validation split.
+        save_every: Steps between checkpoints.
+        keep: Checkpoints kept, the best one apart.
+        precision: "no" for float32, "bf16" or "fp16" for autocast.
+        threads: CPU threads; None for torch's own choice. Bit-equal resumption needs the same number.
+        optimiser: The update rule.
+        learning_rate: Its factor over the run.
+        clip: What is done to gradients first.
+        averaging: Average of the weights for evaluation; None for none.
+    """
+
+    steps: int = 1000
+    seed: int = 0
+    log_every: int = 50
+    evaluate_every: int = 500
+    save_every: int = 500
+    keep: int = 2
+    precision: Literal["no", "bf16", "fp16"] = "no"
+    threads: int | None = None
+    optimiser: Optimiser = AdamW()
+    learning_rate: LearningRate = Cosine()
+    clip: Clip = Clip()
+    averaging: Averaging | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "log_every", "evaluate_every", "save_every", "keep"):
+            require_count("train", name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a run depends on but data and code.
+
+    Attributes:
+        task: Name of the task and its settings.
+        model: Name of the model and overrides of its settings.
+        solver: Forward solver; the model's own if None.
+        adjoint: How gradients flow; the model's own if None.
+        stop: When the forward solve ends; the model's own if None.
+        evaluation: The plan of evaluations.
+        warmup: The shallow phase at the start.
+        jitter: Of the forward step budget.
+        penalty: Of the Jacobian.
+        train: The training itself.
+    """
+
+    task: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    solver: Solver | None = None
+    adjoint: Adjoint | None = None
+    stop: Stop | None = None
+    evaluation: Evaluation = Evaluation()
+    warmup: Warmup = Warmup()
+    jitter: Jitter = Jitter()
+    penalty: Penalty = Penalty()
+    train: Training = Training()
+    source: Source = field(default=Source(), compare=False)
+
+    @classmethod
+    def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Recipe":
+        """A recipe from a TOML file with overrides `a.b=c`."""
+        return cls.build(read_toml(path, overrides))
+
+    @classmethod
+    def from_data(cls, values: Mapping[str, Any], source: str, overrides: Iterable[str] = ()) -> "Recipe":
+        """A recipe from what `to_data` gave."""
+        return cls.build(with_overrides(Table(values, Source(source)), overrides))
+
+    @classmethod
+    def build(cls, table: Table) -> "Recipe":
+        """A recipe from plain settings."""
+        if "source" in table.values:
+            raise ConfigError(f"{table.source.name}: unknown key 'source'.")
+        recipe = dataclasses.replace(table.build(cls), source=table.source)
+        for section, known in (("task", TASKS), ("model", None)):
+            name = getattr(recipe, section).get("name")
+            if not isinstance(name, str):
+                raise ConfigError(f"{table.source.name}: {section}.name is missing; give the name of a {section}.")
+            if known is not None and name not in known:
+                try:
+                    known.find(name)
+                except ValueError as error:
+                    raise ConfigError(f"{table.source.name}: {error}") from error
+        recipe.task_config()
+        return recipe
+
+    def to_data(self) -> dict[str, Any]:
+        """Plain values, resolved: enough to build the recipe again."""
+        values = {f.name: to_data(getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "source"}
+        values["task"] = {"name": self.task["name"], **to_data(self.task_config())}
+        return {key: value for key, value in values.items() if value is not None}
+
+    def task_config(self) -> Any:
+        """Settings of the task."""
+        settings = {key: value for key, value in self.task.items() if key != "name"}
+        return Table(settings, self.source, ("task",)).build(TASKS.find(self.task["name"]).Config)
+
+    def make_task(self, data_dir: str | None = None, rank: int = 0, world_size: int = 1) -> Task:
+        """The task of this recipe."""
+        task: type[Task] = TASKS.find(self.task["name"])
+        share = {"rank": rank, "world_size": world_size}
+        return task(self.task_config(), self.model, data_dir=data_dir, seed=self.train.seed, **share)
+
+    def schedule(self, model: nn.Module) -> PlanSchedule | None:
+        """Plans over the run, or None for a model without equilibria."""
+        own = next((module.plan for module in model.modules() if isinstance(module, DEQ)), None)
+        if own is None:
+            return None
+        plan = Plan(self.solver or own.solver, self.adjoint or own.adjoint, self.stop or own.stop)
+        differs = self.evaluation.solver is not None or self.evaluation.stop is not None
+        evaluation = Plan(self.evaluation.solver or plan.solver, plan.adjoint, self.evaluation.stop or plan.stop)
+        return PlanSchedule(
+            plan, evaluation if differs else None, self.warmup, self.jitter, self.penalty, self.train.seed
+        )
