@@ -12,6 +12,8 @@ from equipoise._errors import require_count, require_number
 from equipoise.data.vocabulary import vocabulary_from_state
 from equipoise.train.load import find_checkpoint, load
 
+INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -64,6 +66,9 @@ def sample(model: nn.Module, prompt: Tensor, length: int, sampling: Sampling = S
         length: Tokens to draw.
         sampling: How to draw.
     """
+    require_count("sample", "length", length, low=0)
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"sample: prompt must be (B, T) with at least one token, got shape {tuple(prompt.shape)}.")
     generator = torch.Generator(device=prompt.device).manual_seed(sampling.seed)
     output = model(prompt)
     for _ in range(length):
@@ -89,12 +94,14 @@ def sample_text(run: str | Path, prompt: str, length: int, sampling: Sampling = 
         raise FileNotFoundError(f"{run} has no vocabulary.json: it is not the run of a language model.")
     vocabulary = vocabulary_from_state(json.loads(path.read_text(encoding="utf-8")))
     model = load(run)
-    tokens = vocabulary.encode(prompt) if prompt else torch.tensor([vocabulary.eos])
-    shown = vocabulary.decode(tokens) if prompt else ""
-    yield shown
-    drawn = tokens.tolist()
-    for token in sample(model, tokens[None], length, sampling):
-        drawn.append(int(token))
-        text = vocabulary.decode(drawn if prompt else drawn[1:])
+    given = vocabulary.encode(prompt)
+    drawn = given.tolist() or [vocabulary.eos]
+    hidden = 0 if len(given) else 1  # a start that nobody typed is not shown
+    shown = ""
+    for token in sample(model, torch.tensor([drawn]), length, sampling):
+        # A character of several tokens is shown when it is whole.
+        text = vocabulary.decode(drawn[hidden:]).rstrip(INCOMPLETE)
         yield text[len(shown) :]
         shown = text
+        drawn.append(int(token))
+    yield vocabulary.decode(drawn[hidden:])[len(shown) :]

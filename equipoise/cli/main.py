@@ -146,10 +146,11 @@ def main() -> NoReturn:
     """Run the command; what a user can put right ends with one line and exit code 2, not with a traceback."""
     from equipoise.data.files import DataError
     from equipoise.train.checkpoint import CheckpointError
+    from equipoise.train.optim import NonFiniteGradientError
 
     try:
         app()
-    except (ValueError, TypeError, OSError, DataError, CheckpointError) as error:
+    except (ValueError, TypeError, OSError, DataError, CheckpointError, NonFiniteGradientError) as error:
         print(f"equipoise: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)

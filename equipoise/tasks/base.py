@@ -103,4 +103,4 @@ def mean_metrics(*names: str) -> "MetricCollection":
     """Running means by name, right also when evaluation is spread over processes."""
     from torchmetrics import MeanMetric, MetricCollection
 
-    return MetricCollection({name: MeanMetric() for name in names}, compute_groups=False)
+    return MetricCollection({name: MeanMetric(nan_strategy="disable") for name in names}, compute_groups=False)

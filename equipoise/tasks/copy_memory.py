@@ -67,16 +67,17 @@ class CopyMemoryTask(Task):
 
     def training_step(self, model: nn.Module, batch: CopyBatch, carry: Any, step: int) -> tuple[dict[str, Tensor], Any]:
         logits = model(batch.inputs).logits
-        return {"loss": _loss(logits, batch.targets)}, None
+        return {"loss": _losses(logits, batch.targets).mean()}, None
 
     def evaluation_step(self, model: nn.Module, batch: CopyBatch, carry: Any, metrics: "MetricCollection") -> Any:
         logits = model(batch.inputs).logits
         digits, whole = recall(logits, batch.targets)
-        metrics["loss"].update(_loss(logits, batch.targets), len(digits))
+        metrics["loss"].update(_losses(logits, batch.targets))
         metrics["recall"].update(digits)
         metrics["exact"].update(whole.double())
         return None
 
 
-def _loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+def _losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B,) mean cross-entropy of each sample."""
+    return cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none").mean(dim=1)

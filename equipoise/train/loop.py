@@ -1,9 +1,10 @@
 """One training loop for every task: set up, put the objects together, fit."""
 
 import json
+import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,20 +12,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._module import DEQ
+from equipoise._module import DEQ, Plan
 from equipoise._solution import Solution
 from equipoise._tree import tree_map
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
 from equipoise.train.checkpoint import (
+    CheckpointError,
     GracefulStop,
     check_writable,
     checkpoint_bytes,
     checkpoint_folder,
     latest_checkpoint,
+    list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
     read_best,
+    recover_checkpoints,
     save_checkpoint,
     write_best,
 )
@@ -73,12 +77,19 @@ def train(recipe: Recipe, out: str | Path, *, data_dir: str | None = None, resum
 def setup(recipe: Recipe, out: Path, resume: bool) -> "Accelerator":
     """Check the folder, write the settings down, and start the devices."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     check_writable(out)
-    if not resume and (out / "metrics.jsonl").exists():
-        raise FileExistsError(f"{out} holds another run; continue it with resume, or choose another folder.")
+    if (out / CHECKPOINTS).is_dir():
+        recover_checkpoints(out / CHECKPOINTS)
+    log = out / "metrics.jsonl"
+    if not resume and log.exists():
+        if list_checkpoints(out / CHECKPOINTS):
+            raise FileExistsError(f"{out} holds another run; continue it with resume, or choose another folder.")
+        log.replace(out / "metrics.failed.jsonl")  # of a run that came to nothing
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)
+    AcceleratorState._reset_state()  # else the precision of an earlier run in this process would stay
     accelerator = Accelerator(mixed_precision=recipe.train.precision)
     if accelerator.is_main_process:
         _write_json(out / "env.json", environment())
@@ -96,10 +107,6 @@ class _Run:
         self.plain = task.model()
         # Settings that follow from the data are part of the model: it must load without them.
         self.config = {**recipe.to_data(), "model": {**task.model_defaults(), **recipe.model}}
-        if accelerator.is_main_process:
-            _write_json(out / "config.json", self.config)
-            for name, values in task.artifacts().items():
-                _write_json(out / name, values)
         check_writable(out, checkpoint_bytes(self.plain))
         self.schedule: PlanSchedule | None = recipe.schedule(self.plain)
         optimizer = settings.optimiser.build(self.plain)
@@ -109,15 +116,20 @@ class _Run:
         self.horizon = Horizon(settings.steps, self.splits.epoch)
         self.step, self.carry = 0, None
         self.forward, self.backward = StatsWindow(), StatsWindow()
+        self.resumed = resume
         if resume:
             self._restore()
+        if accelerator.is_main_process:  # after all that can be refused, so that a refusal changes nothing
+            _write_json(out / "config.json", self.config)
+            for name, values in task.artifacts().items():
+                _write_json(out / name, values)
 
     def fit(self) -> Outcome:
         settings = self.recipe.train
-        resumed = self.step if self.step > 0 else None
+        resumed = self.step if self.resumed else None
         metrics: dict[str, float] = {}
         with MetricsWriter(self.out / "metrics.jsonl", resume_step=resumed) as log, GracefulStop() as stop:
-            if self.step == 0:
+            if not self.resumed:
                 log.write(0, {"data": self.splits.info, "parameters": sum(p.numel() for p in self.plain.parameters())})
                 self.evaluate("valid", most=2)  # a broken set-up dies here, not at the first evaluation
             since, seen = time.perf_counter(), self.step
@@ -162,7 +174,7 @@ class _Run:
             losses, self.carry = self.task.training_step(self.model, batch, self.carry, self.step)
             total = losses["loss"]
             if plan is not None and plan.penalty_weight > 0:
-                penalties = [jacobian_penalty(solution, probes=plan.penalty_probes) for solution in solutions]
+                penalties = [jacobian_penalty(solution, probes=plan.penalty_probes) for solution, _ in solutions]
                 losses["penalty"] = torch.stack(penalties).mean()
                 total = total + plan.penalty_weight * losses["penalty"]
         self.accelerator.backward(total)
@@ -173,10 +185,9 @@ class _Run:
         self.optimizer.zero_grad()
         if self.average is not None:
             self.average.update(self.plain, self.step)
-        for solution in solutions:
-            stop = plan.plan.stop if plan else None
-            self.forward.add(solution.stats, stop)
-            self.backward.add(solution.backward, stop)
+        for solution, used in solutions:
+            self.forward.add(solution.stats, used.stop)
+            self.backward.add(solution.backward, getattr(used.adjoint, "stop", None))
         return {name: loss.detach() for name, loss in losses.items()}
 
     def _plan(self) -> StepPlan | None:
@@ -192,7 +203,7 @@ class _Run:
         self._plan()
         self.model.eval()
         window = StatsWindow()
-        weights = self.average.applied(self.plain) if self.average else _as_it_is()
+        weights = self.average.applied(self.plain) if self.average else nullcontext()
         with weights, self.accelerator.autocast():
             values = evaluate(self.task, self.model, self.splits, split, self.accelerator.device, window, most)
         self.model.train()
@@ -215,11 +226,15 @@ class _Run:
             "guard": self.guard.state_dict(),
             "average": self.average.state_dict() if self.average else None,
             "carry": self.carry,
+            "statistics": [self.forward.state_dict(), self.backward.state_dict()],
+            # The model that is saved is the one that was evaluated; training goes on from the weights it had.
+            "live": {name: p.detach().clone() for name, p in self.plain.named_parameters()} if self.average else None,
         }
-        save_checkpoint(folder, self.plain, self.config, trainer)
+        with self.average.applied(self.plain) if self.average else nullcontext():
+            save_checkpoint(folder, self.plain, self.config, trainer)
         score = (metrics or {}).get(self.task.score)
         best = read_best(root)
-        if score is not None and (best is None or score < best["score"]):
+        if score is not None and math.isfinite(score) and (best is None or score < best["score"]):
             write_best(root, folder, step=self.step, metric=self.task.score, score=score)
         prune_checkpoints(root, self.recipe.train.keep)
 
@@ -227,9 +242,22 @@ class _Run:
         folder = latest_checkpoint(self.out / CHECKPOINTS)
         if folder is None:
             raise FileNotFoundError(f"{self.out} has no checkpoint to resume from; start it without resume.")
-        trainer = load_checkpoint(folder, self.plain, self.accelerator.device).trainer
+        try:
+            trainer = load_checkpoint(folder, self.plain, self.accelerator.device).trainer
+        except RuntimeError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{folder} does not fit the model of this recipe, so it cannot be resumed."
+            ) from error
         if trainer is None:
-            raise ValueError(f"{folder} holds weights only, so a run cannot be resumed from it.")
+            raise CheckpointError(f"{folder} holds weights only, so a run cannot be resumed from it.")
+        if trainer["live"] is not None:
+            with torch.no_grad():
+                for name, parameter in self.plain.named_parameters():
+                    parameter.copy_(trainer["live"][name])
+        for window, state in zip((self.forward, self.backward), trainer["statistics"], strict=True):
+            window.load_state_dict(state)
         self.step = int(trainer["step"])
         self.optimizer.load_state_dict(trainer["optimizer"])
         self.guard.load_state_dict(trainer["guard"])
@@ -267,21 +295,23 @@ def evaluate(
             break
         with solutions_of(model) as solutions:
             carry = task.evaluation_step(model, batch.to(device), carry, metrics)
-        for solution in solutions:
+        for solution, used in solutions:
             if window is not None:
-                window.add(solution.stats)
+                window.add(solution.stats, used.stop)
     return task.report({name: float(value) for name, value in metrics.compute().items()})
 
 
 @contextmanager
-def solutions_of(model: nn.Module) -> Iterator[list[Solution]]:
-    """The solutions that the equilibria of a model find meanwhile."""
-    found: list[Solution] = []
-    hooks = [
-        module.register_forward_hook(lambda module, inputs, solution: found.append(solution))
-        for module in model.modules()
-        if isinstance(module, DEQ)
-    ]
+def solutions_of(model: nn.Module) -> Iterator[list[tuple[Solution, Plan]]]:
+    """The solutions that the equilibria of a model find meanwhile, each with the plan it was found by."""
+    found: list[tuple[Solution, Plan]] = []
+
+    def note(module: nn.Module, inputs: Any, solution: Solution) -> None:
+        assert isinstance(module, DEQ)
+        plan = module.plan if module.training or module.eval_plan is None else module.eval_plan
+        found.append((solution, plan))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, DEQ)]
     try:
         yield found
     finally:
@@ -296,11 +326,6 @@ def _headline(record: dict[str, Any]) -> dict[str, str]:
     if forward:
         shown |= {"nfe": f"{forward['nfe']:.0f}", "residual": f"{forward['residual_p95']:.0e}"}
     return shown
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _key(seed: int, step: int, rank: int) -> int:

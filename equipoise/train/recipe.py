@@ -67,6 +67,8 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("steps", "log_every", "evaluate_every", "save_every", "keep"):
             require_count("train", name, getattr(self, name))
+        if self.threads is not None:
+            require_count("train", "threads", self.threads)
 
 
 @dataclass(frozen=True)

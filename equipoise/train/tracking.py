@@ -202,6 +202,17 @@ class StatsWindow:
         if stats is not None:
             self._items.append((stats, stop is not None and stop.fixed_budget))
 
+    def state_dict(self) -> list[dict[str, Any]]:
+        """What was added since the last summary, as plain values: a resumed run reports as an uninterrupted one."""
+        return [
+            {"status": s.status, "residual": s.residual, "steps": s.steps, "nfe": s.nfe, "fixed_budget": fixed}
+            for s, fixed in self._items
+        ]
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Continue from a saved state."""
+        self._items = [(Stats(s["status"], s["residual"], s["steps"], s["nfe"]), s["fixed_budget"]) for s in state]
+
     def summary(self) -> dict[str, Any]:
         """Solves, systems, mean nfe per solve, quantiles, failures by kind; empty without solves. Starts anew."""
         items, self._items = self._items, []

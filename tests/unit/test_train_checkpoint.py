@@ -435,10 +435,13 @@ def test_a_stopped_run_saves_and_exits_cleanly_and_its_workers_die_of_the_signal
         "import os, signal, sys, time, torch\n"
         "from equipoise.train import GracefulStop, save_checkpoint, checkpoint_folder\n"
         "with GracefulStop() as stop:\n"
+        "    ready, tell = os.pipe()\n"
         "    worker = os.fork()\n"
         "    if worker == 0:\n"
+        "        os.write(tell, b'.')\n"
         "        time.sleep(60)\n"
         "        os._exit(1)\n"
+        "    os.read(ready, 1)\n"  # a signal that comes while a fork is under way is lost
         "    os.kill(worker, signal.SIGTERM)\n"
         "    print(os.WTERMSIG(os.waitpid(worker, 0)[1]), stop.requested)\n"
         "    for step in range(1000):\n"
