@@ -1,6 +1,7 @@
 """What a run is about: data, model, losses and metrics. One file per task."""
 
 import abc
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -103,4 +104,5 @@ def mean_metrics(*names: str) -> "MetricCollection":
     """Running means by name, right also when evaluation is spread over processes."""
     from torchmetrics import MeanMetric, MetricCollection
 
-    return MetricCollection({name: MeanMetric(nan_strategy="disable") for name in names}, compute_groups=False)
+    # A loss that is not a number must stay one: replaced by itself, since switching the check off also drops weights.
+    return MetricCollection({name: MeanMetric(nan_strategy=math.nan) for name in names}, compute_groups=False)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise._errors import unknown_name
 from equipoise.models import create_model
 from equipoise.train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, read_best
 from equipoise.train.recipe import Recipe
@@ -21,6 +22,8 @@ def find_checkpoint(path: str | Path, which: str = "best") -> Path:
         path: Folder of a run or of a checkpoint.
         which: "best" (the newest, if nothing was evaluated yet) or "latest".
     """
+    if which not in ("best", "latest"):
+        raise unknown_name("checkpoint", which, ("best", "latest"))
     path = Path(path)
     if (path / "model.safetensors").is_file():
         return path

@@ -80,20 +80,27 @@ def setup(recipe: Recipe, out: Path, resume: bool) -> "Accelerator":
     from accelerate.state import AcceleratorState
 
     check_writable(out)
-    if (out / CHECKPOINTS).is_dir():
-        recover_checkpoints(out / CHECKPOINTS)
-    log = out / "metrics.jsonl"
-    if not resume and log.exists():
-        if list_checkpoints(out / CHECKPOINTS):
-            raise FileExistsError(f"{out} holds another run; continue it with resume, or choose another folder.")
-        log.replace(out / "metrics.failed.jsonl")  # of a run that came to nothing
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)
     AcceleratorState._reset_state()  # else the precision of an earlier run in this process would stay
     accelerator = Accelerator(mixed_precision=recipe.train.precision)
+    _claim(out, resume, accelerator)
     if accelerator.is_main_process:
         _write_json(out / "env.json", environment())
     return accelerator
+
+
+def _claim(out: Path, resume: bool, accelerator: "Accelerator") -> None:
+    """Make the folder ready, or refuse it; one process tidies up, all see the same."""
+    log = out / "metrics.jsonl"
+    if accelerator.is_main_process:
+        recover_checkpoints(out / CHECKPOINTS)
+    accelerator.wait_for_everyone()
+    if not resume and list_checkpoints(out / CHECKPOINTS):
+        raise FileExistsError(f"{out} holds another run; continue it with resume, or choose another folder.")
+    if accelerator.is_main_process and not resume and log.exists():
+        log.replace(out / "metrics.failed.jsonl")  # of a run that came to nothing
+    accelerator.wait_for_everyone()
 
 
 class _Run:
@@ -128,7 +135,9 @@ class _Run:
         settings = self.recipe.train
         resumed = self.step if self.resumed else None
         metrics: dict[str, float] = {}
-        with MetricsWriter(self.out / "metrics.jsonl", resume_step=resumed) as log, GracefulStop() as stop:
+        main, path = self.accelerator.is_main_process, self.out / "metrics.jsonl"
+        writer: Any = MetricsWriter(path, resume_step=resumed) if main else nullcontext(_Silent())
+        with writer as log, GracefulStop() as stop:
             if not self.resumed:
                 log.write(0, {"data": self.splits.info, "parameters": sum(p.numel() for p in self.plain.parameters())})
                 self.evaluate("valid", most=2)  # a broken set-up dies here, not at the first evaluation
@@ -188,7 +197,7 @@ class _Run:
         for solution, used in solutions:
             self.forward.add(solution.stats, used.stop)
             self.backward.add(solution.backward, getattr(used.adjoint, "stop", None))
-        return {name: loss.detach() for name, loss in losses.items()}
+        return {name: self.accelerator.reduce(loss.detach(), "mean") for name, loss in losses.items()}
 
     def _plan(self) -> StepPlan | None:
         if self.schedule is None:
@@ -317,6 +326,13 @@ def solutions_of(model: nn.Module) -> Iterator[list[tuple[Solution, Plan]]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+class _Silent:
+    """The log of a process that is not the first."""
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        """Leave it to the first process."""
 
 
 def _headline(record: dict[str, Any]) -> dict[str, str]:
