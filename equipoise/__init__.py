@@ -5,6 +5,8 @@ implicitly, so that training memory does not grow with depth. Wrap a layer with 
 function.
 """
 
+from typing import TYPE_CHECKING
+
 from equipoise import nn, theory
 from equipoise._fixed_point import fixed_point
 from equipoise._module import DEQ, Plan, override
@@ -17,7 +19,26 @@ from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
 from equipoise.penalties import fixed_point_correction, jacobian_penalty
 from equipoise.solvers import GMRES, Anderson, Broyden, Ladder, NewtonKrylov, Picard, Solver, register_solver
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
 __version__ = "0.1.0"
+
+
+def load(path: "str | Path", device: "torch.device | str" = "cpu", which: str = "best") -> "torch.nn.Module":
+    """A trained model, in eval mode, from the folder of a run or of a checkpoint; no other file is needed.
+
+    Args:
+        path: Folder of a run or of a checkpoint.
+        device: Where the model goes.
+        which: Of a run: "best" or "latest" checkpoint.
+    """
+    from equipoise.train.load import load as load_model  # the zoo and the training system stay unloaded until needed
+
+    return load_model(path, device, which)
+
 
 __all__ = [
     "DEQ",
@@ -49,6 +70,7 @@ __all__ = [
     "fixed_point",
     "fixed_point_correction",
     "jacobian_penalty",
+    "load",
     "memory_report",
     "nn",
     "override",

@@ -38,6 +38,7 @@ PUBLIC = [
     "fixed_point",
     "fixed_point_correction",
     "jacobian_penalty",
+    "load",
     "memory_report",
     "nn",
     "override",
