@@ -216,3 +216,21 @@ def override(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
     finally:
         for deq, plan, eval_plan in before:
             deq.plan, deq.eval_plan = plan, eval_plan
+
+
+@contextmanager
+def solutions_of(model: nn.Module) -> Iterator[list[tuple[Solution, Plan]]]:
+    """The solutions that the equilibria of a model find meanwhile, each with the plan it was found by."""
+    found: list[tuple[Solution, Plan]] = []
+
+    def note(module: nn.Module, inputs: Any, solution: Solution) -> None:
+        assert isinstance(module, DEQ)
+        plan = module.plan if module.training or module.eval_plan is None else module.eval_plan
+        found.append((solution, plan))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, DEQ)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()

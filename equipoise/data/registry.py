@@ -1,24 +1,11 @@
 """Data by name: a loader is a function, a data set is one file."""
 
-import fnmatch
-from collections.abc import Callable
 from typing import Any
 
-from equipoise._errors import unknown_name
+from equipoise._registry import Registry
 
-DATA: dict[str, Callable[..., Any]] = {}
-
-
-def register_data(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a loader, a function from options to a data set, known by a name."""
-
-    def register(loader: Callable[..., Any]) -> Callable[..., Any]:
-        if name in DATA:
-            raise ValueError(f"data name {name!r} is already taken by {DATA[name].__module__}.")
-        DATA[name] = loader
-        return loader
-
-    return register
+DATA = Registry("data set")
+register_data = DATA.register
 
 
 def load_data(name: str, **options: Any) -> Any:
@@ -28,11 +15,9 @@ def load_data(name: str, **options: Any) -> Any:
         name: Name of a loader; `list_data()` has them all.
         **options: Passed to the loader.
     """
-    if name not in DATA:
-        raise unknown_name("data set", name, DATA)
-    return DATA[name](**options)
+    return DATA.find(name)(**options)
 
 
 def list_data(pattern: str = "*") -> list[str]:
     """Names of registered data sets that match a shell pattern, sorted."""
-    return sorted(fnmatch.filter(DATA, pattern))
+    return DATA.matching(pattern)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._module import override
+from equipoise._module import DEQ, override, solutions_of
 from equipoise._solution import Solution, Stats
 from equipoise._stop import Stop
 from equipoise._tree import tree_map, tree_tensors
@@ -84,23 +84,15 @@ def _gradient(
     model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]
 ) -> tuple[Tensor, list[Solution]]:
     """The parameter gradient as one float64 vector, and the solutions met on the way."""
-    from equipoise._module import DEQ
-
-    solutions: list[Solution] = []
-    handles = [
-        module.register_forward_hook(lambda module, args, out: solutions.append(out))
-        for module in model.modules()
-        if isinstance(module, DEQ)
-    ]
-    if not handles:
+    if not any(isinstance(module, DEQ) for module in model.modules()):
         raise ValueError(f"audit_gradient: {type(model).__name__} contains no DEQ.")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise ValueError(f"audit_gradient: {type(model).__name__} has no parameter that requires a gradient.")
-    with torch.enable_grad():
+    with torch.enable_grad(), solutions_of(model) as found:
         value = loss(model(*inputs))
     grads = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-    return torch.cat([g.reshape(-1).double() for g in grads]), solutions
+    return torch.cat([g.reshape(-1).double() for g in grads]), [solution for solution, _ in found]
 
 
 def _random_functional(output: Any) -> Tensor:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._module import DEQ
-from equipoise._solution import Solution
+from equipoise._module import solutions_of
 from equipoise._tree import tree_tensors
 
 
@@ -73,12 +72,6 @@ def memory_report(
     on_cuda = device.type == "cuda"
     own = {t.untyped_storage().data_ptr() for t in (*parameters, *model.buffers())}
     kept: dict[int, int] = {}
-    solutions: list[Solution] = []
-    hooks = [
-        module.register_forward_hook(lambda module, args, out: solutions.append(out))
-        for module in model.modules()
-        if isinstance(module, DEQ)
-    ]
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -93,11 +86,11 @@ def memory_report(
         if on_cuda:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), solutions_of(model) as found:
             value = (loss or _sum_of_squares)(model(*inputs))
         value.backward()
         gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
-        stats = [s for solution in solutions for s in (solution.stats, solution.backward) if s is not None]
+        stats = [s for solution, _ in found for s in (solution.stats, solution.backward) if s is not None]
         return MemoryReport(
             graph=sum(kept.values()),
             history=max((s.solver_bytes for s in stats), default=0),
@@ -108,8 +101,6 @@ def memory_report(
             reserve=torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device) if on_cuda else None,
         )
     finally:
-        for hook in hooks:
-            hook.remove()
         for p, grad in zip(parameters, before, strict=True):
             p.grad = grad
 

@@ -3,8 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._module import DEQ, Plan
-from equipoise._solution import Solution
+from equipoise._module import solutions_of
 from equipoise._tree import tree_map
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
@@ -308,24 +306,6 @@ def evaluate(
             if window is not None:
                 window.add(solution.stats, used.stop)
     return task.report({name: float(value) for name, value in metrics.compute().items()})
-
-
-@contextmanager
-def solutions_of(model: nn.Module) -> Iterator[list[tuple[Solution, Plan]]]:
-    """The solutions that the equilibria of a model find meanwhile, each with the plan it was found by."""
-    found: list[tuple[Solution, Plan]] = []
-
-    def note(module: nn.Module, inputs: Any, solution: Solution) -> None:
-        assert isinstance(module, DEQ)
-        plan = module.plan if module.training or module.eval_plan is None else module.eval_plan
-        found.append((solution, plan))
-
-    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, DEQ)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _Silent:

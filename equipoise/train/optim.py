@@ -2,16 +2,17 @@
 
 import abc
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._registry import Registry
 from equipoise.train.config import register_family
 
 Exempt = Literal["bias", "norm", "embedding"]
@@ -62,22 +63,9 @@ class Optimiser(abc.ABC):
         return self.make(parameter_groups(model, self.lr, self.weight_decay, self.no_decay))
 
 
-OPTIMISERS: dict[str, type[Optimiser]] = {}
+OPTIMISERS = Registry("optimiser")
 register_family(Optimiser, OPTIMISERS)
-
-Kind = TypeVar("Kind", bound=type[Optimiser])
-
-
-def register_optimiser(name: str) -> Callable[[Kind], Kind]:
-    """Make an optimiser known by name."""
-
-    def register(cls: Kind) -> Kind:
-        if name in OPTIMISERS:
-            raise ValueError(f"optimiser name {name!r} is already taken by {OPTIMISERS[name].__name__}.")
-        OPTIMISERS[name] = cls
-        return cls
-
-    return register
+register_optimiser = OPTIMISERS.register
 
 
 @register_optimiser("adam")

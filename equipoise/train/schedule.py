@@ -8,14 +8,14 @@ import abc
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from torch import nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._module import DEQ, Plan
+from equipoise._registry import Registry
 from equipoise._stop import Stop
 from equipoise.adjoints import Unroll
 from equipoise.solvers import Picard
@@ -233,22 +233,9 @@ class LearningRate(abc.ABC):
         return (step + 1) / self.warmup if step < self.warmup else self.shape(step, horizon)
 
 
-LEARNING_RATES: dict[str, type[LearningRate]] = {}
+LEARNING_RATES = Registry("schedule")
 register_family(LearningRate, LEARNING_RATES)
-
-Shape = TypeVar("Shape", bound=type[LearningRate])
-
-
-def register_learning_rate(name: str) -> Callable[[Shape], Shape]:
-    """Make a learning-rate schedule known by name."""
-
-    def register(cls: Shape) -> Shape:
-        if name in LEARNING_RATES:
-            raise ValueError(f"schedule name {name!r} is already taken by {LEARNING_RATES[name].__name__}.")
-        LEARNING_RATES[name] = cls
-        return cls
-
-    return register
+register_learning_rate = LEARNING_RATES.register
 
 
 @register_learning_rate("constant")
