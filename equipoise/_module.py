@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise._capture import ENGINES, CaptureEngine
 from equipoise._compat import keep_backward_buffers
 from equipoise._errors import unknown_name
 from equipoise._fixed_point import solve
@@ -58,6 +59,8 @@ class DEQ(nn.Module):
         batch_dims: Leading axes of the state that index independent systems.
         in_dims: Which axis of each input indexes systems; None for inputs that all systems share.
         initial_state: Start of the solve from the inputs; by default the cell's own, or zeros like the first input.
+        engine: "eager", a Python loop; "captured", replays of steps recorded once per shape, wherever that is possible
+            (`capture.fallbacks` says why it was not); "auto", captured on CUDA devices for shapes that come again.
 
     A solver that is itself a module becomes a submodule, but its weights are saved apart: `state_dict` is the model's
     own.
@@ -74,6 +77,7 @@ class DEQ(nn.Module):
         batch_dims: int = 1,
         in_dims: int | tuple[int | None, ...] | None = 0,
         initial_state: Callable[..., Tree] | None = None,
+        engine: str = "eager",
     ) -> None:
         super().__init__()
         if not isinstance(cell, nn.Module):
@@ -89,7 +93,27 @@ class DEQ(nn.Module):
         self.register_load_state_dict_post_hook(_expect_no_solvers)
         self.batch_dims, self.in_dims = batch_dims, in_dims
         self.initial_state = initial_state
+        self.engine = engine
         self._compiled: Callable[..., Tree] | None = None
+        self._capture: CaptureEngine | None = None
+
+    @property
+    def engine(self) -> str:
+        """Which engine solves: "auto", "eager" or "captured"."""
+        return self._engine
+
+    @engine.setter
+    def engine(self, engine: str) -> None:
+        if engine not in ENGINES:
+            raise unknown_name("engine", engine, ENGINES)
+        self._engine = engine
+
+    @property
+    def capture(self) -> CaptureEngine:
+        """The captured engine's recordings, and why solves were left to the eager one."""
+        if self._capture is None:
+            self._capture = CaptureEngine()
+        return self._capture
 
     @property
     def plan(self) -> Plan:
@@ -128,6 +152,10 @@ class DEQ(nn.Module):
     ) -> Solution:
         """Solve for the equilibrium of `inputs`, from `z0` if given."""
         plan = self.plan if self.training or self.eval_plan is None else self.eval_plan
+        if self._may_capture(inputs) and context is None and not trace and not collect:
+            solution = self.capture.solve(self, plan, inputs, z0)
+            if solution is not None:
+                return solution
 
         def run(*inputs: Any, z0: Tree, context: Tree) -> Solution:
             start = self.start(*inputs) if z0 is None else z0
@@ -135,6 +163,11 @@ class DEQ(nn.Module):
             return solve(problem, start, plan.solver, plan.adjoint, plan.stop, trace=trace, collect=collect)
 
         return gathered(self.cell, run, inputs, {"z0": z0, "context": context})
+
+    def _may_capture(self, inputs: tuple[Any, ...]) -> bool:
+        if self.engine != "auto":
+            return self.engine == "captured"
+        return any(tensor.is_cuda for tensor in tree_tensors(inputs))
 
     def problem(self, *inputs: Any, z0: Tree | None = None, context: Tree = None) -> Problem:
         """The fixed-point problem of these inputs, for penalties and diagnostics."""
@@ -173,8 +206,8 @@ class DEQ(nn.Module):
         self._compiled = call
 
     def __getstate__(self) -> dict[str, Any]:
-        # The compiled twin belongs to this process; call compile_cell() again after loading.
-        return {**self.__dict__, "_compiled": None}
+        # The compiled twin and recordings belong to this process; call compile_cell() again after loading.
+        return {**self.__dict__, "_compiled": None, "_capture": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "DEQ":
         twin = self.__class__.__new__(self.__class__)
@@ -184,7 +217,8 @@ class DEQ(nn.Module):
 
     def extra_repr(self) -> str:
         evaluation = f", eval_plan={self.eval_plan}" if self.eval_plan else ""
-        return f"solver={self.plan.solver}, adjoint={self.plan.adjoint}, stop={self.plan.stop}{evaluation}"
+        engine = "" if self.engine == "auto" else f", engine={self.engine!r}"
+        return f"solver={self.plan.solver}, adjoint={self.plan.adjoint}, stop={self.plan.stop}{evaluation}{engine}"
 
 
 def _leave_out_solvers(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

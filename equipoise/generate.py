@@ -4,13 +4,15 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
-from equipoise.data.vocabulary import vocabulary_from_state
-from equipoise.train.load import find_checkpoint, load
+from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
+from equipoise.train.load import autocast_of, find_checkpoint, load, read_config
+from equipoise.train.schedule import keyed_uniform
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
 
@@ -21,7 +23,7 @@ class Sampling:
 
     Attributes:
         temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Choose among the k likeliest; None for all.
+        top_k: Choose among the k likeliest, of equally likely ones those of lower number; None for all.
         top_p: Choose among the likeliest tokens whose probabilities add up to this; None for all.
         seed: Key of the draws.
     """
@@ -38,70 +40,161 @@ class Sampling:
         if self.top_p is not None:
             require_number("Sampling", "top_p", self.top_p, low=0.0, high=1.0 + 1e-9, open_low=True)
 
-    def choose(self, logits: Tensor, generator: torch.Generator) -> Tensor:
-        """(B,) tokens from logits (B, vocabulary)."""
+    def draws(self, batch: int, position: int) -> Tensor:
+        """Numbers in [0, 1), (batch,), for the token at a position: each depends on the seed, its row and the position.
+
+        So a sample is the same alone and beside others, and on every device.
+        """
+        rows = [keyed_uniform(self.seed, f"sample {row}", position) for row in range(batch)]
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def choose(self, logits: Tensor, draws: Tensor) -> Tensor:
+        """Tokens (B,) from logits (B, vocabulary) and a number in [0, 1) for each, by inverting their distribution."""
         if self.temperature == 0:
             return logits.argmax(dim=-1)
-        scaled = logits.float() / self.temperature
-        if self.top_k is not None and self.top_k < scaled.shape[-1]:
-            least = scaled.topk(self.top_k, dim=-1).values[..., -1:]
-            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+        wide = logits.double() / self.temperature
+        ordered, places = wide.sort(dim=-1, descending=True, stable=True)
+        probabilities = ordered[..., : self.top_k].softmax(dim=-1)
         if self.top_p is not None:
-            ordered, places = scaled.softmax(dim=-1).sort(dim=-1, descending=True)
-            beyond = ordered.cumsum(dim=-1) - ordered >= self.top_p  # the likeliest token always stays
-            scaled = scaled.masked_fill(torch.zeros_like(beyond).scatter(-1, places, beyond), -torch.inf)
-        return torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)[..., 0]
+            before = probabilities.cumsum(dim=-1) - probabilities  # the likeliest token has nothing before it: it stays
+            probabilities = probabilities.masked_fill(before >= self.top_p, 0.0)
+        total = probabilities.cumsum(dim=-1)
+        rank = torch.searchsorted(total, draws.to(total)[:, None] * total[:, -1:], right=True)
+        rank = rank.minimum((probabilities > 0).sum(dim=-1, keepdim=True) - 1)  # a draw rounded up to the total
+        return places.gather(-1, rank)[:, 0]
 
 
 @torch.no_grad()
 def sample(model: nn.Module, prompt: Tensor, length: int, sampling: Sampling = Sampling()) -> Iterator[Tensor]:
     """Tokens that go on from a prompt, one (B,) tensor at a time.
 
-    Past positions are kept as the model's memory, one layer's worth whatever the number of solver steps; each new token
-    solves its own position only.
+    Past positions are kept as the model's memory: for an equilibrium one layer's worth, whatever the number of solver
+    steps. Each new token solves its own position only. Positions are relative and models causal, so this gives what
+    reading the whole text again would, as far back as memory reaches. A `memory_length` that a model was trained with
+    is kept to; one that was trained without memory sees the whole text. A model that returns no memory at all, and has
+    no `memory_length`, reads the whole text again for every token.
 
     Args:
-        model: A language model in eval mode whose memory reaches as far back as it should look.
-        prompt: (B, T) tokens, T at least 1.
+        model: A language model in eval mode.
+        prompt: (B, T) tokens, T at least 1; the streams do not influence each other.
         length: Tokens to draw.
         sampling: How to draw.
     """
     require_count("sample", "length", length, low=0)
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(f"sample: prompt must be (B, T) with at least one token, got shape {tuple(prompt.shape)}.")
-    generator = torch.Generator(device=prompt.device).manual_seed(sampling.seed)
-    output = model(prompt)
-    for _ in range(length):
-        token = sampling.choose(output.logits[:, -1], generator)
+    reach, text, unread, memory = prompt.shape[1] + length, prompt, prompt, None
+    for position in range(length):
+        output = _read(model, unread if memory is not None else text, memory, reach)
+        memory = output.memory
+        token = sampling.choose(output.logits[:, -1], sampling.draws(len(text), position))
+        unread = token[:, None]
+        text = torch.cat([text, unread], dim=1)
         yield token
-        output = model(token[:, None], memory=output.memory)
 
 
-def sample_text(run: str | Path, prompt: str, length: int, sampling: Sampling = Sampling()) -> Iterator[str]:
-    """Text that a trained model goes on with, piece by piece; the prompt first.
+def _read(model: nn.Module, tokens: Tensor, memory: Any, reach: int) -> Any:
+    """The model's output; one that is set to keep nothing keeps `reach` positions for this call."""
+    forgets = getattr(model, "memory_length", None) == 0
+    if forgets:
+        model.memory_length = reach  # type: ignore[assignment]
+    try:
+        return model(tokens, memory=memory)
+    finally:
+        if forgets:
+            model.memory_length = 0  # type: ignore[assignment]
+
+
+class _Transcript:
+    """The text of one sample as it grows."""
+
+    def __init__(self, vocabulary: Vocabulary, prompt: list[int], stop: str | None) -> None:
+        self.vocabulary, self.stop = vocabulary, stop
+        self.tokens = list(prompt)
+        self.shown = vocabulary.decode(prompt)
+        self.begins, self.ended = len(self.shown), False
+
+    def add(self, token: int) -> str:
+        """The whole characters that a token adds; none once the sample has ended."""
+        if self.ended:
+            return ""
+        self.tokens.append(token)
+        # A character of several tokens is shown when it is whole.
+        return self._show(self.vocabulary.decode(self.tokens).rstrip(INCOMPLETE))
+
+    def finish(self) -> str:
+        """What is left over."""
+        return "" if self.ended else self._show(self.vocabulary.decode(self.tokens))
+
+    def _show(self, text: str) -> str:
+        if self.stop is not None and self.stop in text[self.begins :]:
+            text, self.ended = text[: text.index(self.stop, self.begins)], True
+        piece = text[len(self.shown) :]
+        self.shown += piece
+        return piece
+
+
+def sample_texts(
+    run: str | Path,
+    prompt: str,
+    length: int,
+    sampling: Sampling = Sampling(),
+    *,
+    samples: int = 1,
+    stop: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[tuple[str, ...]]:
+    """Texts that a trained model goes on with, side by side and piece by piece; the prompt first.
 
     Args:
         run: Folder of a run (with its vocabulary.json).
         prompt: Where to begin; empty for the start of a text.
-        length: Tokens to draw.
-        sampling: How to draw.
+        length: Tokens to draw for each.
+        sampling: How to draw; the first sample is the same however many there are.
+        samples: How many texts.
+        stop: A text ends before this; what came of it with earlier tokens has been shown by then. None to draw all.
+        device: Where to compute.
     """
-    run = Path(run)
+    require_count("sample_texts", "samples", samples)
+    require_count("sample_texts", "length", length, low=0)
+    if stop == "":
+        raise ValueError("sample_texts: stop must be some text, e.g. a line break; None to draw all tokens.")
+    folder, vocabulary = find_checkpoint(run), _vocabulary(Path(run))
+    model, precision = load(folder, device), autocast_of(read_config(folder), device)
+    given = vocabulary.encode(prompt).tolist()
+    texts = [_Transcript(vocabulary, given, stop) for _ in range(samples)]
+    yield tuple(text.shown for text in texts)
+    start = torch.tensor([given or [vocabulary.eos]], device=device).expand(samples, -1)
+    tokens = sample(model, start, length, sampling)
+    for _ in range(length):
+        with precision:  # not around the yield, where it would reach the caller's own computations
+            drawn = next(tokens).tolist()
+        yield tuple(text.add(token) for text, token in zip(texts, drawn, strict=True))
+        if all(text.ended for text in texts):
+            break
+    rest = tuple(text.finish() for text in texts)
+    if any(rest):
+        yield rest
+
+
+def sample_text(
+    run: str | Path,
+    prompt: str,
+    length: int,
+    sampling: Sampling = Sampling(),
+    *,
+    stop: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Iterator[str]:
+    """A text that a trained model goes on with, piece by piece; the arguments are those of `sample_texts`."""
+    for (piece,) in sample_texts(run, prompt, length, sampling, stop=stop, device=device):
+        yield piece
+
+
+def _vocabulary(run: Path) -> Vocabulary:
     path = run / "vocabulary.json"
     if not path.is_file():
         path = find_checkpoint(run).parent.parent / "vocabulary.json"
     if not path.is_file():
         raise FileNotFoundError(f"{run} has no vocabulary.json: it is not the run of a language model.")
-    vocabulary = vocabulary_from_state(json.loads(path.read_text(encoding="utf-8")))
-    model = load(run)
-    given = vocabulary.encode(prompt)
-    drawn = given.tolist() or [vocabulary.eos]
-    hidden = 0 if len(given) else 1  # a start that nobody typed is not shown
-    shown = ""
-    for token in sample(model, torch.tensor([drawn]), length, sampling):
-        # A character of several tokens is shown when it is whole.
-        text = vocabulary.decode(drawn[hidden:]).rstrip(INCOMPLETE)
-        yield text[len(shown) :]
-        shown = text
-        drawn.append(int(token))
-    yield vocabulary.decode(drawn[hidden:])[len(shown) :]
+    return vocabulary_from_state(json.loads(path.read_text(encoding="utf-8")))

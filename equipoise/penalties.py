@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise._draws import randn_rows
 from equipoise._errors import require_count, require_number
 from equipoise._problem import Problem
 from equipoise._solution import Solution
@@ -36,7 +37,7 @@ def jacobian_penalty(problem: Problem | Solution, z: Tree = None, probes: int = 
         fz = problem.evaluate_plain(leaves)
         total = fz[0].new_zeros(())
         for _ in range(probes):
-            probe = [torch.randn_like(leaf) for leaf in fz]
+            probe = [randn_rows(leaf) for leaf in fz]
             pulled = torch.autograd.grad(
                 fz, leaves, probe, create_graph=True, allow_unused=True, materialize_grads=True
             )

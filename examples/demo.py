@@ -1,327 +1,411 @@
-"""Wrap a layer, train it as a DEQ and as its unrolled twin, and look at both.
+"""Train a small DEQ-Transformer and its explicit twin, measure both, and write a report.
 
     python -m examples.demo --out runs/demo
 
-A small transformer block predicts the next character of the Python language reference, which every Python carries
-in `pydoc_data`. The same layer is trained as an equilibrium and as a weight-tied network of fixed depth, from the same
-initial weights on the same batches. Prints a table and writes two figures, `results.json` and `report.html`.
+The text is the Python language reference, which every Python carries in `pydoc_data`; both models predict its next
+character. They are trained side by side by `recipes/demo.toml`, from the same weights on the same batches: one as an
+equilibrium, the other as a stack of layers with the same weights in each. The folder gets both runs, figures,
+results.json and report.html.
+
+Exit codes: 0 all that must hold holds; 1 something does not, or failed; 2 the folder cannot be used; 130 interrupted.
 """
 
 import argparse
-import base64
-import copy
-import html
-import io
-import json
-import platform
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
 import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data import topics
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, layer_norm, scaled_dot_product_attention
 
 import equipoise as eq
+from equipoise._module import solutions_of
+from equipoise.generate import Sampling, sample_text
+from equipoise.plots import Chart, make_chart, save
+from equipoise.train.evaluate import AGREEMENT, SOLVED, write_json
+from equipoise.train.inspection import inspect_run, write_inspection
+from equipoise.train.load import find_checkpoint, open_run
+from equipoise.train.loop import LOG, train
+from equipoise.train.recipe import Recipe
+from equipoise.train.tracking import read_metrics
+from examples.demo_page import page, size, summary
 
-WIDTH, HEADS, INNER, LENGTH, BATCH = 64, 4, 128, 64, 16
-DEPTH = 16  # of the unrolled twin
-DEPTHS = (1, 2, 4, 8, 16, 30)  # for the memory figure
-BUDGETS = (12, 60)  # evaluation budgets: a perplexity that depends on them is not an equilibrium's
+RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
+DEPTH = 8  # layers of the twin: what fits the time
+DEEPEST = 30  # layers of the stack that memory is compared with
+SHARE = 1 / 5  # of its memory that the DEQ may take
+MARK = "demo.json"  # says that a folder is a demo's, to be written anew
+OURS = ("deq", "twin", "twin.log", "figures", "results.json", "report.html")
+FIGURES = ("training", "nfe", "residual", "convergence", "steps", "memory", "time")
+PROMPT, CHARACTERS, SAMPLING = "The ", 400, Sampling(temperature=0.7, seed=1)
+QUICK_STEPS, QUICK_CHARACTERS = 12, 20
+QUICK = (
+    "task.train_fraction=0.05",
+    "task.batch_size=4",
+    "task.length=16",
+    "task.eval_batch_size=64",
+    "task.eval_length=32",
+    "model.d_model=16",
+    "model.heads=2",
+    "model.d_inner=24",
+    "model.memory_length=16",
+    "evaluation={stop = {rtol = 1e-2, max_steps = 8}, budgets = [12]}",
+    "train.log_every=4",
+    "train.evaluate_every=1000",
+)
+"""A run of seconds, to see that all parts work."""
 
 
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer; the input is injected into queries, keys and values."""
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM; what was trained so far is saved."""
 
-    def __init__(self) -> None:
+
+class Refused(Exception):
+    """The folder cannot be used."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the two models.
+
+    Attributes:
+        name: For people.
+        out: Folder of its run.
+        changes: To the recipe.
+    """
+
+    name: str
+    out: Path
+    changes: tuple[str, ...]
+
+    @property
+    def recipe(self) -> Recipe:
+        """What it is trained by."""
+        return Recipe.read(RECIPE, self.changes)
+
+    @property
+    def command(self) -> str:
+        """What trains it from a shell."""
+        words = [f"equipoise train recipes/demo.toml --out {shlex.quote(str(self.out))}"]
+        return " ".join([*words, *(f"--set {shlex.quote(change)}" for change in self.changes)])
+
+
+def parts_of(out: Path, steps: int | None, quick: bool) -> tuple[Part, Part]:
+    """The two models; the twin is plain iteration of fixed depth, differentiated by backpropagation."""
+    changes = (*_scaled(QUICK_STEPS if quick and steps is None else steps), *(QUICK if quick else ()))
+    stack = f'{{rtol = 0.0, max_steps = {DEPTH}, select = "last"}}'
+    budgets = list(Recipe.read(RECIPE, changes).evaluation.budgets)
+    plan = ("solver=picard", "adjoint=unroll", f"stop={stack}", f"evaluation={{stop = {stack}, budgets = {budgets}}}")
+    twin = Part(f"{DEPTH}-layer twin", out / "twin", (*changes, *plan, "penalty.weight=0.0"))
+    return Part("DEQ", out / "deq", changes), twin
+
+
+def _scaled(steps: int | None) -> tuple[str, ...]:
+    """Changes to the recipe for another number of steps: what counts in steps goes with it."""
+    if steps is None:
+        return ()
+    planned = Recipe.read(RECIPE)
+    counts = {
+        "warmup.steps": planned.warmup.steps,
+        "train.learning_rate.warmup": planned.train.learning_rate.warmup,
+        "train.log_every": planned.train.log_every,
+        "train.evaluate_every": planned.train.evaluate_every,
+        "train.save_every": planned.train.save_every,
+    }
+    scale = steps / planned.train.steps
+    return (f"train.steps={steps}", *(f"{key}={max(1, round(scale * count))}" for key, count in counts.items()))
+
+
+def claim(out: Path) -> None:
+    """Make the folder ready: a new or empty one, or one with an earlier demo, of which only that is deleted."""
+    try:
+        if out.exists() and not out.is_dir():
+            raise Refused(f"{out} is a file; give a folder with --out.")
+        if out.is_dir() and any(out.iterdir()) and not (out / MARK).is_file():
+            raise Refused(f"{out} holds something else than a demo (no {MARK} is there); give another with --out.")
+        out.mkdir(parents=True, exist_ok=True)
+        (out / MARK).write_text('{"written_by": "examples/demo.py"}\n', encoding="utf-8")
+        for path in (out / name for name in OURS):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    except OSError as error:
+        raise Refused(f"{out} cannot be written: {error.strerror or error}.") from error
+
+
+# Training
+
+
+class Narrator(threading.Thread):
+    """Reads the log of a run while it grows, and says what is in it."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(daemon=True)
+        self.part, self.steps = part, part.recipe.train.steps
+        self.told, self.over = 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.5):
+            self.tell()
+
+    def tell(self) -> None:
+        """Say the records that have not been said."""
+        from tqdm import tqdm
+
+        log = self.part.out / LOG
+        records = read_metrics(log) if log.is_file() else []
+        for record in records[self.told :]:
+            line = f"  {self.part.name:<14} step {record['step']:>4} of {self.steps}, {record['seconds']:3.0f} s: "
+            if "train" in record:
+                tqdm.write(line + _described(record["train"]))  # gets on with the bar that a terminal shows
+            elif "valid" in record:
+                tqdm.write(line + f"validation loss {record['valid']['loss']:.3f}")
+        self.told = len(records)
+
+    def __enter__(self) -> "Narrator":
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.over.set()
+        self.join()
+        self.tell()
+
+
+def _described(record: dict[str, Any]) -> str:
+    forward, backward = record["forward"], record["backward"]
+    if not backward:
+        return f"loss {record['nats']:.3f}, a stack of {record['max_steps']} layers"
+    work = f"f {forward['nfe']:.0f} times forward, {backward['nfe']:.0f} backward"
+    return f"loss {record['nats']:.3f}, {work}, residual {forward['residual_p50']:.0e}"
+
+
+def fit(part: Part) -> None:
+    """Train a model here, telling how it goes."""
+    with warnings.catch_warnings(), Narrator(part):
+        warnings.simplefilter("ignore", eq.EquilibriumWarning)  # the report has their count
+        outcome = train(part.recipe, part.out)
+    if outcome.interrupted:
+        raise Interrupted(f"{outcome.interrupted}, at step {outcome.step}; to go on: {part.command} --resume")
+
+
+@contextmanager
+def fitting(part: Part) -> Iterator[None]:
+    """Train a model in a process of its own, beside what is done in the block; waits for it at the end.
+
+    Models of this size gain little from a second thread, but two of them gain all of a second core.
+    """
+    sets = [word for change in part.changes for word in ("--set", change)]
+    command = [sys.executable, "-m", "equipoise", "train", str(RECIPE), "--out", str(part.out.resolve()), *sets]
+    said = part.out.with_suffix(".log")
+    with said.open("w", encoding="utf-8") as file, Narrator(part):
+        # A session of its own: Ctrl-C comes here only, and is handed on as one signal.
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, cwd=RECIPE.parents[1], start_new_session=True
+        )
+        try:
+            yield
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()  # it saves, and ends
+                process.wait()
+    if process.returncode:
+        raise RuntimeError(f"training of the {part.name} ended with exit code {process.returncode}; see {said}.")
+
+
+# Measuring
+
+
+def inspect(out: Path) -> dict[str, Any]:
+    """What `equipoise inspect` measures, and the memory of a step that has the Jacobian penalty."""
+    record = inspect_run(out, which="latest", say=lambda text: say(f"  {text}"))
+    say("  memory of a training step: DEQ with the Jacobian penalty")
+    record["memory"].insert(1, {"name": "DEQ, penalty", "depth": None, **penalised_memory(out)})
+    write_inspection(out, record)
+    return record
+
+
+class _Penalised(nn.Module):
+    """A training step on which the penalty is drawn: both terms of its loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor], weight: float) -> None:
         super().__init__()
-        self.mix = eq.nn.weight_norm(nn.Linear(WIDTH, 3 * WIDTH))
-        self.out = eq.nn.weight_norm(nn.Linear(WIDTH, WIDTH))
-        self.up = eq.nn.weight_norm(nn.Linear(WIDTH, INNER))
-        self.down = eq.nn.weight_norm(nn.Linear(INNER, WIDTH))
+        self.model, self.loss, self.weight = model, loss, weight
 
-    def initial_state(self, x: Tensor) -> Tensor:
-        return x.new_zeros((*x.shape[:2], WIDTH))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        heads = (self.mix(z) + x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)  # (3, B, heads, T, d)
-        seen = scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
-        a = layer_norm(z + self.out(seen), (WIDTH,))
-        return layer_norm(a + self.down(torch.relu(self.up(a))), (WIDTH,))
+    def forward(self) -> Tensor:
+        with solutions_of(self.model) as solutions:
+            loss = self.loss(self.model)
+        return loss + self.weight * eq.jacobian_penalty(solutions[0][0])
 
 
-class CharacterModel(nn.Module):
-    """Embeddings, one equilibrium layer, linear output."""
-
-    def __init__(self, vocabulary: int) -> None:
-        super().__init__()
-        self.symbols = nn.Embedding(vocabulary, 3 * WIDTH)
-        self.places = nn.Parameter(0.1 * torch.randn(LENGTH, 3 * WIDTH))
-        self.deq = eq.DEQ(Block(), stop=eq.Stop(rtol=1e-3, max_steps=40), adjoint=eq.Implicit(stop=eq.Stop(rtol=1e-3)))
-        self.head = nn.Linear(WIDTH, vocabulary)
-
-    def solve(self, tokens: Tensor, **options: Any) -> eq.Solution:
-        return self.deq(self.symbols(tokens) + self.places, **options)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.solve(tokens).value)
+def penalised_memory(out: Path) -> dict[str, int]:
+    """Bytes of a training step with the Jacobian penalty, which keeps what second derivatives need too."""
+    opened = open_run(out, "valid", which="latest")
+    weight = opened.config["penalty"]["weight"]
+    first, second = (opened.splits.train(position).to(opened.device) for position in range(2))
+    with torch.no_grad():
+        carry = opened.task.training_step(opened.model, first, None, 0)[1]
+    step = _Penalised(opened.model, lambda m: opened.task.training_step(m, second, carry, 0)[0]["loss"], weight)
+    report = eq.memory_report(step.train(), (), lambda loss: loss)
+    return {part: getattr(report, part) for part in ("graph", "history", "parameters", "gradients")}
 
 
-def unrolled(depth: int) -> eq.Plan:
-    """The plan of the weight-tied network of this depth."""
-    return eq.Plan(eq.Picard(), eq.Unroll(), eq.Stop(rtol=0, max_steps=depth, select="last"))
-
-
-def read_text() -> tuple[Tensor, Tensor, int]:
-    """Training and validation characters as numbers, and the size of the alphabet."""
-    text = "\n".join(topics.topics[name] for name in sorted(topics.topics))
-    alphabet = sorted(set(text))
-    numbers = {character: i for i, character in enumerate(alphabet)}
-    data = torch.tensor([numbers[character] for character in text])
-    split = int(0.9 * len(data))
-    return data[:split], data[split:], len(alphabet)
-
-
-def batches(data: Tensor, count: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Random windows and the same windows one character later."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for _ in range(count):
-        starts = torch.randint(len(data) - LENGTH - 1, (BATCH,), generator=generator)
-        rows = torch.stack([data[int(s) : int(s) + LENGTH + 1] for s in starts])
-        found.append((rows[:, :-1], rows[:, 1:]))
-    return found
-
-
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def train(model: CharacterModel, data: list[tuple[Tensor, Tensor]], name: str) -> dict[str, Any]:
-    """Adam with a cosine schedule; returns loss curve, steps and time."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(data))
-    losses, forward, backward, started = [], [], [], time.perf_counter()
-    for step, (tokens, targets) in enumerate(data, start=1):
-        solution = model.solve(tokens)
-        loss = loss_of(model.head(solution.value), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-        forward.append(solution.stats.nfe)
-        backward.append(solution.backward.nfe if solution.backward else solution.stats.nfe)
-        if step % 50 == 0 or step == len(data):
-            print(f"  {name}: step {step}/{len(data)}, loss {sum(losses[-50:]) / len(losses[-50:]):.3f}", flush=True)
-    last = slice(-50, None)
+def model_results(part: Part) -> dict[str, Any]:
+    """What the log of a run says about its end, and about solves on the way."""
+    records = read_metrics(part.out / LOG)
+    trained = [record["train"] for record in records if "train" in record]
+    last = next(record for record in reversed(records) if "valid_at" in record)
+    ways = ("forward", "backward")
     return {
-        "losses": losses,
-        "train_loss": sum(losses[last]) / len(losses[last]),
-        "forward_evaluations": sum(forward[last]) / len(forward[last]),
-        "backward_evaluations": sum(backward[last]) / len(backward[last]),
-        "seconds": time.perf_counter() - started,
+        "parameters": records[0]["parameters"],
+        "steps": last["step"],
+        "seconds": last["seconds"],
+        "scores": {str(last["valid"]["solve_max_steps"]): last["valid"], **last["valid_at"]},
+        "train_loss": trained[-1]["nats"],
+        **{way: trained[-1][way] for way in ways},
+        "failed": {way: sum(record[way].get("failures", 0) for record in trained) for way in ways},
+        "solved": {way: sum(record[way].get("systems", 0) for record in trained) for way in ways},
     }
 
 
-@torch.no_grad()
-def evaluate(model: CharacterModel, data: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    model.eval()
-    losses, residuals = [], []
-    for tokens, targets in data:
-        solution = model.solve(tokens)
-        losses.append(loss_of(model.head(solution.value), targets).item())
-        residuals.append(solution.stats.residual.max().item())
-    model.train()
-    return {"loss": sum(losses) / len(losses), "residual": max(residuals)}
+def verdicts(deq: dict[str, Any], memory: Sequence[dict[str, Any]]) -> list[tuple[bool, str]]:
+    """What must hold, with its numbers.
+
+    Args:
+        deq: Results of the DEQ.
+        memory: Rows of the inspection.
+    """
+    kept = {row["name"]: row["graph"] + row["history"] for row in memory}
+    most, stack = max(kept["DEQ"], kept["DEQ, penalty"]), kept[f"{DEEPEST} layers"]
+    scores, losses = deq["scores"], [score["loss"] for score in deq["scores"].values()]
+    residuals = [score["solve_residual_p95"] for score in scores.values()]
+    gap = max(abs(loss / losses[-1] - 1) for loss in losses) if all(map(math.isfinite, losses)) else math.inf
+    reached = " and ".join(f"{x:.1e} within {steps} solver steps" for steps, x in zip(scores, residuals, strict=True))
+    scored = " and ".join(f"{x:.4f} within {steps} solver steps" for steps, x in zip(scores, losses, strict=True))
+    return [
+        (
+            most <= SHARE * stack,
+            f"Peak memory of a training step, activations and solver history: the DEQ takes {size(most)} "
+            f"({size(kept['DEQ'])} without the Jacobian penalty), its tied twin of {DEEPEST} layers {size(stack)}. "
+            f"That is 1/{stack / most:.1f}; at most 1/{1 / SHARE:.0f} is wanted.",
+        ),
+        (
+            all(residual <= SOLVED for residual in residuals),
+            f"The equilibrium is found on held-out text: the relative residual (95th percentile) is {reached}; at most "
+            f"{SOLVED:g} is wanted.",
+        ),
+        (
+            gap <= AGREEMENT,
+            f"The loss is that of an equilibrium, not of a number of steps: {scored}, {100 * gap:.2f} % apart; at most "
+            f"{100 * AGREEMENT:g} % is wanted.",
+        ),
+    ]
 
 
-def memory(model: CharacterModel, batch: tuple[Tensor, Tensor]) -> tuple[int, int]:
-    """Bytes that one training step keeps: autograd graph, solver history."""
-    tokens, targets = batch
-    report = eq.memory_report(model, tokens, lambda logits: loss_of(logits, targets))
-    return report.graph, report.history
+def sample(part: Part, characters: int) -> str:
+    """Text that a trained model goes on with."""
+    return "".join(sample_text(find_checkpoint(part.out, "latest"), PROMPT, characters, SAMPLING))
 
 
-@torch.no_grad()
-def convergence(model: CharacterModel, tokens: Tensor) -> dict[str, list[float]]:
-    """Median relative residual against steps, for each solver, on the trained layer."""
-    curves = {}
-    solvers = {"plain iteration": eq.Picard(), "Anderson": eq.Anderson(), "Broyden": eq.Broyden()}
-    for name, solver in solvers.items():
-        with eq.override(model, solver=solver, stop=eq.Stop(rtol=0, max_steps=30)):
-            trace = model.solve(tokens, trace=True).stats.trace
-        curves[name] = trace[:, :-1].median(dim=0).values.tolist()
-    return curves
+def draw(out: Path, deq: Part, twin: Part) -> dict[str, Chart]:
+    """The figures, as files too."""
+    charts = {name: make_chart(name, [deq.out, *([twin.out] if name == "training" else [])]) for name in FIGURES}
+    for name, chart in charts.items():
+        save(chart, name, out / "figures")
+    return charts
 
 
-def run(steps: int) -> dict[str, Any]:
-    """Train and measure both models."""
-    torch.manual_seed(0)
-    train_data, valid_data, vocabulary = read_text()
-    data, held_out = batches(train_data, steps, seed=1), batches(valid_data, 8, seed=2)
-    first = CharacterModel(vocabulary)
-    deq, twin = first, copy.deepcopy(first)
-    twin.deq.plan = unrolled(DEPTH)
-    plan, threads = deq.deq.plan, torch.get_num_threads()
-    results: dict[str, Any] = {
-        "environment": f"torch {torch.__version__}, Python {platform.python_version()}, {threads} threads",
-        "data": f"Python language reference (pydoc_data): {len(train_data)} training characters, {vocabulary} "
-        f"distinct, {8 * BATCH * LENGTH} scored",
-        "parameters": sum(p.numel() for p in deq.parameters()),
-        "models": {},
+# The whole
+
+
+def say(text: str) -> None:
+    """A line on the terminal."""
+    print(text, flush=True)
+
+
+def show(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table on the terminal, numbers to the right."""
+    widths = [max(len(row[place]) for row in (columns, *rows)) for place in range(len(columns))]
+    for first, *rest in (columns, *rows):
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        say("  ".join(["", first.ljust(widths[0]), *cells]))
+
+
+def demo(out: Path, steps: int | None = None, quick: bool = False) -> int:
+    """Train, measure, report; returns the exit code."""
+    started = time.perf_counter()
+    claim(out)
+    deq, twin = parts_of(out, steps, quick)
+    say(f"training a DEQ-Transformer, and its {twin.name} beside it, by recipes/demo.toml")
+    with fitting(twin):
+        fit(deq)
+    say("measuring the DEQ")
+    inspection = inspect(deq.out)
+    say("sampling text from both")
+    texts = {part.name: sample(part, QUICK_CHARACTERS if quick else CHARACTERS) for part in (deq, twin)}
+    models = {part.name: model_results(part) for part in (deq, twin)}
+    results = {
+        "data": read_metrics(deq.out / LOG)[0]["data"],
+        "models": models,
+        "inspection": inspection,
+        "texts": texts,
+        "prompt": PROMPT,
+        "temperature": SAMPLING.temperature,
+        "recipe": deq.recipe.to_data(),
+        "commands": {part.name: part.command for part in (deq, twin)},
+        "verdicts": verdicts(models[deq.name], inspection["memory"]),
     }
-    for name, model in (("DEQ", deq), (f"unrolled twin, {DEPTH} layers", twin)):
-        print(f"training: {name}")
-        row = train(model, data, name)
-        row["graph_bytes"], row["history_bytes"] = memory(model, data[0])
-        if model is deq:
-            row["valid"] = {}
-            for budget in BUDGETS:
-                with eq.override(model, stop=eq.Stop(rtol=0, max_steps=budget)):
-                    row["valid"][budget] = evaluate(model, held_out)
-        else:
-            row["valid"] = {DEPTH: evaluate(model, held_out)}
-        results["models"][name] = row
-    audit = eq.audit_gradient(deq, data[0][0][:4])
-    results["audit"] = str(audit)
-    results["spectral_radius"] = eq.spectral_radius(deq.solve(data[0][0][:4])).max().item()
-    results["convergence"] = convergence(deq, held_out[0][0])
-    results["memory"] = {"DEQ": memory(deq, data[0])}
-    for depth in DEPTHS:
-        deq.deq.plan = unrolled(depth)
-        results["memory"]["1 layer" if depth == 1 else f"{depth} layers"] = memory(deq, data[0])
-    deq.deq.plan = plan
-    return results
+    say("drawing")
+    charts = draw(out, deq, twin)
+    results["seconds"] = time.perf_counter() - started
+    write_json(out / "results.json", results)
+    report = page(results, charts, out).write(out / "report.html")
+    return _conclude(results, report)
 
 
-def table(results: dict[str, Any]) -> list[list[str]]:
-    head = ["model", "train loss", "valid loss (residual)", "f fwd / bwd", "kept memory", "time"]
-    rows = [head]
-    for name, row in results["models"].items():
-        valid = "; ".join(f"K={k}: {v['loss']:.3f} ({v['residual']:.0e})" for k, v in row["valid"].items())
-        kept = (row["graph_bytes"] + row["history_bytes"]) / 2**20
-        work = f"{row['forward_evaluations']:.0f} / {row['backward_evaluations']:.0f}"
-        rows.append([name, f"{row['train_loss']:.3f}", valid, work, f"{kept:.1f} MiB", f"{row['seconds']:.0f} s"])
-    return rows
+def _conclude(results: dict[str, Any], report: Path) -> int:
+    say("")
+    show(*summary(results))
+    say("")
+    for holds, sentence in results["verdicts"]:
+        say(f"{'holds' if holds else 'DOES NOT HOLD'}: {sentence}")
+    say(f"\nreport: {report} ({results['seconds']:.0f} s in all)")
+    failed = sum(not holds for holds, _ in results["verdicts"])
+    if failed:
+        say(f"demo: {failed} of {len(results['verdicts'])} things that must hold do not; see above, or the report.")
+    return 1 if failed else 0
 
 
-def show(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-
-
-def draw(results: dict[str, Any], out: Path) -> dict[str, str]:
-    """The figures as files, and as text to put into a page."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True})
-    plt.rcParams.update({"grid.alpha": 0.3, "figure.constrained_layout.use": True})
-    colours = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # distinguishable without colour vision
-    figures = {}
-
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    for (name, curve), colour, marker in zip(results["convergence"].items(), colours, "o^s", strict=False):
-        axes.semilogy(range(len(curve)), curve, color=colour, marker=marker, markersize=4, label=name)
-    axes.set(xlabel="step", ylabel="relative residual (median)", title="Finding the equilibrium of the trained layer")
-    axes.legend(frameon=False)
-    figures["convergence"] = figure
-
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    names = list(results["memory"])
-    graph = [results["memory"][name][0] / 2**20 for name in names]
-    history = [results["memory"][name][1] / 2**20 for name in names]
-    axes.bar(names, graph, color=colours[0], label="autograd graph")
-    axes.bar(names, history, bottom=graph, color=colours[1], hatch="//", label="solver history")
-    axes.set(ylabel="MiB kept per training step", title="Memory of a training step")
-    axes.tick_params(axis="x", labelrotation=30)
-    axes.legend(frameon=False)
-    figures["memory"] = figure
-
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    for (name, row), colour in zip(results["models"].items(), colours, strict=False):
-        losses = torch.tensor(row["losses"])
-        window = min(20, len(losses))
-        smooth = losses.unfold(0, window, 1).mean(dim=1)
-        axes.plot(range(window, len(losses) + 1), smooth.tolist(), color=colour, label=name)
-    axes.set(xlabel="training step", ylabel="loss (nats per character)", title="Training")
-    axes.legend(frameon=False)
-    figures["training"] = figure
-
-    embedded = {}
-    for name, made in figures.items():
-        made.savefig(out / f"{name}.png", dpi=150)
-        buffer = io.BytesIO()
-        made.savefig(buffer, format="png", dpi=110)
-        embedded[name] = base64.b64encode(buffer.getvalue()).decode()
-        plt.close(made)
-    return embedded
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>equipoise demo</title><style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 48rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
-h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2rem; }}
-.scroll {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 0.9rem; }}
-th, td {{ text-align: left; padding: 0.4rem 0.8rem 0.4rem 0; border-bottom: 1px solid #ddd; }}
-img {{ max-width: 100%; height: auto; }} .note {{ color: #555; font-size: 0.9rem; }}
-</style></head><body>
-<h1>One layer, as an equilibrium and as a stack</h1>
-<p>A transformer block ({parameters:,} parameters in all) learns to predict the next character. Once its output is the
-equilibrium of the layer, found by a solver and differentiated implicitly; once the layer is stacked {depth} times with
-the same weights and trained by ordinary backpropagation. Same start, same batches.</p>
-<div class="scroll">{table}</div>
-<p class="note">{data}. Loss in nats per character. K is the evaluation budget of the solver: an equilibrium gives the
-same loss at both. f fwd / bwd counts evaluations of the layer and of its VJPs per training step. Kept memory is the
-autograd graph plus the solver's history. {environment}.</p>
-<h2>Convergence</h2><img alt="relative residual against steps" src="data:image/png;base64,{convergence}">
-<p>Spectral radius of the layer's Jacobian at the equilibrium (largest of four samples): {radius:.2f}.</p>
-<h2>Memory</h2><img alt="memory of a training step" src="data:image/png;base64,{memory}">
-<p>A stack keeps one graph per layer. The equilibrium keeps the graph of one evaluation, and the solver's history while
-it runs, whatever the number of steps.</p>
-<h2>Training</h2><img alt="training loss" src="data:image/png;base64,{training}">
-<p class="note">{audit}.</p>
-</body></html>
-"""
-
-
-def page(results: dict[str, Any], figures: dict[str, str]) -> str:
-    head, *rows = table(results)
-    cells = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return PAGE.format(
-        parameters=results["parameters"],
-        depth=DEPTH,
-        table=f"<table><tr>{cells}</tr>{body}</table>",
-        data=html.escape(results["data"]),
-        environment=html.escape(results["environment"]),
-        radius=results["spectral_radius"],
-        audit=html.escape(results["audit"][0].upper() + results["audit"][1:]),
-        **figures,
-    )
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Read the command line and run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), help="folder for the report (default: runs/demo)"
-    )
-    parser.add_argument("--steps", type=int, default=300, help="training steps of each model (default: 300)")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)  # before training, so that a bad path is known at once
-    results = run(options.steps)
-    print("\n" + show(table(results)) + "\n")
-    print(results["audit"])
-    (options.out / "results.json").write_text(json.dumps(results, indent=1))
-    (options.out / "report.html").write_text(page(results, draw(results, options.out)))
-    print(f"report: {options.out / 'report.html'}")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder (default: runs/demo)")
+    parser.add_argument("--steps", type=int, help="training steps of each model (default: the recipe's)")
+    parser.add_argument("--quick", action="store_true", help="a run of seconds at a tiny size, to see that it works")
+    options = parser.parse_args(arguments)
+    if options.steps is not None and options.steps < 4:
+        parser.error(f"--steps must be 4 or more, got {options.steps}.")
+    try:
+        return demo(options.out, options.steps, options.quick)
+    except Refused as error:
+        say(f"demo: {error}")
+        return 2
+    except (Interrupted, KeyboardInterrupt) as error:
+        say(f"demo: interrupted{f' ({error})' if str(error) else ''}. There is no report; another demo begins anew.")
+        return 130
+    except RuntimeError as error:
+        say(f"demo: {error}")
+        return 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

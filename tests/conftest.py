@@ -6,6 +6,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+if not torch.cuda.is_available():
+    # Triton decides at its import, which torch may cause, whether kernels run on the CPU by its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from equipoise.adjoints import base as adjoint_base
 
 # One thread per worker: the tensors are tiny, and threads of several workers get in each other's way.

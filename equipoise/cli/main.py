@@ -1,6 +1,5 @@
 """Commands and their options; the work is done elsewhere."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -10,25 +9,34 @@ try:
 except ImportError:
     sys.exit("the command needs the extra [train]: pip install 'equipoise[train]'")
 
+from equipoise.cli.data import data
+from equipoise.cli.inspect import inspect
+from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, RunFolder, Set, Split, Which, epilog
+from equipoise.cli.output import show, table, warn
+from equipoise.cli.plot import plot
+
 app = typer.Typer(
     help="Deep equilibrium models: train, resume, evaluate, sample, inspect.",
+    epilog="\b\nA first run, with nothing downloaded:\n"
+    "  equipoise train recipes/copy_memory.toml --out runs/copy --set train.steps=100\n"
+    "  equipoise evaluate runs/copy --steps 10 --steps 40\n"
+    "  equipoise inspect runs/copy\n"
+    "  equipoise plot all runs/copy\n\n" + EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-DataDir = Annotated[
-    str | None, typer.Option("--data-dir", envvar="EQUIPOISE_DATA", help="Where data files are.", show_default=False)
-]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="Change a setting, e.g. --set train.steps=200. May be repeated.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-RunFolder = Annotated[Path, typer.Argument(help="Folder of a run, or of a checkpoint.", show_default=False)]
 
-
-@app.command()
+@app.command(
+    epilog=epilog(
+        "train recipes/copy_memory.toml --out runs/copy",
+        "train recipes/copy_memory.toml --out runs/copy --resume",
+        "train recipes/ptb_trellisnet_small.toml --out runs/ptb --data-dir DIR --set train.steps=200",
+        "list recipes",
+    )
+)
 def train(
     recipe: Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/copy_memory.toml.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder of the run.", show_default=False)],
@@ -37,7 +45,10 @@ def train(
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train by a recipe. Ctrl-C saves a checkpoint and ends; --resume goes on from it."""
+    """Train by a recipe. Ctrl-C saves a checkpoint and ends; --resume goes on from it.
+
+    The folder gets config.json (settings, resolved), env.json, metrics.jsonl and checkpoints.
+    """
     from equipoise.train.loop import train as run
     from equipoise.train.recipe import Recipe
 
@@ -49,97 +60,163 @@ def train(
         raise typer.Exit(130)
 
 
-@app.command()
+@app.command(
+    epilog=epilog(
+        "evaluate runs/ptb --split test --data-dir DIR",
+        "evaluate runs/ptb --steps 10 --steps 40",
+        "evaluate runs/ptb --sweep stop.max_steps=1:20",
+        "evaluate runs/ptb --sweep stop.rtol=1e-1,1e-2,1e-3 --solver broyden",
+    )
+)
 def evaluate(
     run: RunFolder,
-    split: Annotated[str, typer.Option(help="Which data to score: valid or test.")] = "valid",
+    split: Split = "valid",
     steps: Annotated[
         list[int] | None, typer.Option("--steps", help="Step budget of the solver; repeat to compare budgets.")
     ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Values of a setting to score at: stop.max_steps=1:20, 1:20:3 or 2,5,10; also solver.memory."
+        ),
+    ] = None,
+    solver: Annotated[str | None, typer.Option(help="Solve by this one instead of the model's.")] = None,
+    which: Which = "best",
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a trained model. A metric that changes with --steps is not that of an equilibrium."""
-    from equipoise.train.evaluate import evaluate_run
+    """Score a trained model on held-out data.
 
-    show({"run": str(run), "split": split, "results": evaluate_run(run, split, steps, data_dir)}, as_json)
+    The results are also written to RUN/eval/. Each has the metrics, the residuals and evaluations of f they were
+    obtained with, and seconds. A metric that changes with the step budget, or was obtained at a large residual, is not
+    that of an equilibrium: a warning says so.
+    """
+    from equipoise.train.evaluate import Sweep, score_run, write_scores
+
+    points = None if sweep is None else Sweep.parse(sweep)
+    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, which=which)
+    path = None
+    try:
+        path = write_scores(run, record)
+    except OSError as error:  # the numbers are there, whatever becomes of the file
+        warn(f"the results were not written to {run / 'eval'}: {error.strerror or error}.")
+    if as_json:
+        show({**record, "file": str(path) if path else None}, True)
+    else:
+        _show_scores(record)
+        print(f"written: {path}" if path else "not written")
+    for text in record["warnings"]:
+        warn(text)
 
 
-@app.command()
+def _show_scores(record: dict[str, Any]) -> None:
+    """A line on what was scored, and a row per result."""
+    results, sweep = record["results"], record["sweep"]
+    solver = f", solver {record['solver']}" if record["solver"] else ""
+    key = "steps" if sweep in (None, "stop.max_steps") else sweep
+    left_out = {"steps", "solve", "seconds", key}
+    metrics = [name for name in results[0] if name not in left_out]
+    solved = {"residual_p50": "residual", "residual_p95": "residual p95", "nfe": "nfe", "failures": "failures"}
+    solved = solved if results[0]["solve"] else {}
+    columns = [*([key] if sweep else []), *metrics, *solved.values(), "seconds"]
+    rows = [
+        [
+            *([result[key]] if sweep else []),
+            *(result[name] for name in metrics),
+            *(_short(result["solve"].get(name)) for name in solved),
+            f"{result['seconds']:.2f}",
+        ]
+        for result in results
+    ]
+    table(columns, rows, f"{record['checkpoint']}, {record['split']}{solver}")
+
+
+def _short(value: Any) -> Any:
+    """Residuals and counts need no six digits."""
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
+@app.command(
+    epilog=epilog(
+        'generate runs/ptb --prompt "the company" --length 40 --top-k 20',
+        "generate runs/text --temperature 0.8 --samples 3 --seed 1",
+    )
+)
 def generate(
     run: RunFolder,
     prompt: Annotated[str, typer.Option(help="Text to go on from.")] = "",
-    length: Annotated[int, typer.Option(help="Tokens to generate.")] = 100,
+    length: Annotated[int, typer.Option(min=0, help="Tokens to generate.")] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(help="Choose among the k likeliest tokens.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Choose among the likeliest tokens of this total.")] = None,
     seed: Annotated[int, typer.Option(help="Key of the draws.")] = 0,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Texts to draw; several are shown one after another, when done.")
+    ] = 1,
+    stop: Annotated[str | None, typer.Option(help="End a text before this.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sample text from a language model, token by token, from the memory of past equilibria."""
-    from equipoise.generate import Sampling, sample_text
+    """Sample text from a language model.
 
-    sampling = Sampling(temperature, top_k, top_p, seed)
-    pieces = []
-    for piece in sample_text(run, prompt, length, sampling):
-        pieces.append(piece)
-        if not as_json:
-            print(piece, end="", flush=True)
+    Token by token, each from the memory of past equilibria, and shown as it comes.
+    """
+    from equipoise.generate import Sampling, sample_texts
+
+    texts = [""] * samples
+    for pieces in sample_texts(
+        run, prompt, length, Sampling(temperature, top_k, top_p, seed), samples=samples, stop=stop
+    ):
+        texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        if samples == 1 and not as_json:
+            print(pieces[0], end="", flush=True)
     if as_json:
-        show({"run": str(run), "prompt": prompt, "text": "".join(pieces)}, True)
-    else:
+        show({"run": str(run), "prompt": prompt, "text": texts[0], "texts": texts}, True)
+    elif samples == 1:
         print()
+    else:
+        print("\n---\n".join(texts))
 
 
-@app.command("list")
+app.command(
+    epilog=epilog("inspect runs/ptb --data-dir DIR", "inspect runs/ptb/checkpoints/step-000800 --depths 1,12 --json")
+)(inspect)
+app.command(
+    short_help="Draw figures from the logs of runs.",
+    epilog=epilog("plot all runs/ptb", "plot training runs/ptb runs/lstm --out figures", "list figures"),
+)(plot)
+app.command(epilog=epilog("data --data-dir DIR", "data embedded", "data ptb --data-dir DIR --tokens character"))(data)
+
+
+@app.command("list", epilog=epilog("list", "list models 'deq_*'", "list recipes"))
 def list_names(
-    kind: Annotated[str, typer.Argument(help="models, tasks, solvers, adjoints, corpora, or all.")] = "all",
+    kind: Annotated[
+        str, typer.Argument(help="models, tasks, solvers, adjoints, corpora, recipes, figures, or all.")
+    ] = "all",
     pattern: Annotated[str, typer.Argument(help="Shell pattern, e.g. 'deq_*'.")] = "*",
     as_json: AsJson = False,
 ) -> None:
-    """What can be named in recipes and options."""
+    """What can be named in recipes and options.
+
+    Each with a line on what it is.
+    """
     import fnmatch
 
     from equipoise._errors import unknown_name
-    from equipoise.adjoints import ADJOINTS
-    from equipoise.data.text import CORPORA, EMBEDDED
-    from equipoise.models import MODELS
-    from equipoise.solvers import SOLVERS
-    from equipoise.tasks import TASKS
+    from equipoise.cli.names import known_names
 
-    kinds = {"models": MODELS, "tasks": TASKS, "solvers": SOLVERS, "adjoints": ADJOINTS}
-    names = {key: sorted(registry) for key, registry in kinds.items()}
-    names["corpora"] = sorted([EMBEDDED, *CORPORA])
+    names = known_names()
     if kind != "all" and kind not in names:
         raise unknown_name("kind", kind, [*names, "all"])
-    chosen = names if kind == "all" else {kind: names[kind]}
-    show({key: fnmatch.filter(values, pattern) for key, values in chosen.items()}, as_json)
-
-
-def show(record: dict[str, Any], as_json: bool) -> None:
-    """A record for a person, or for a program."""
+    chosen = {key: names[key] for key in (names if kind == "all" else [kind])}
+    found = {key: {name: chosen[key][name] for name in fnmatch.filter(chosen[key], pattern)} for key in chosen}
     if as_json:
-        print(json.dumps(record))
+        show(found, True)
         return
-    for line in _lines(record):
-        print(line)
-
-
-def _lines(value: Any, indent: int = 0) -> list[str]:
-    space = "  " * indent
-    if isinstance(value, dict):
-        lines = []
-        for key, item in value.items():
-            nested = isinstance(item, dict | list) and bool(item)
-            lines += [f"{space}{key}:", *_lines(item, indent + 1)] if nested else [f"{space}{key}: {_word(item)}"]
-        return lines
-    if isinstance(value, list):
-        return [line for item in value for line in _lines(item, indent)]
-    return [f"{space}{_word(value)}"]
-
-
-def _word(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    for key, described in found.items():
+        if described:
+            table(("name", "what it is"), list(described.items()), key)
+    if not any(found.values()):
+        raise ValueError(f"nothing among {', '.join(found)} matches {pattern!r}; `equipoise list` shows all.")
 
 
 def main() -> NoReturn:
@@ -150,7 +227,21 @@ def main() -> NoReturn:
 
     try:
         app()
-    except (ValueError, TypeError, OSError, DataError, CheckpointError, NonFiniteGradientError) as error:
-        print(f"equipoise: {error}", file=sys.stderr)
-        sys.exit(2)
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        _refuse(f"this needs the package {error.name}: pip install 'equipoise[{extra}]'")
+    except OSError as error:
+        _refuse(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+    except (ValueError, TypeError, DataError, CheckpointError, NonFiniteGradientError) as error:
+        _refuse(str(error))
     sys.exit(0)
+
+
+_EXTRAS = {"accelerate": "train", "torchmetrics": "train", "tqdm": "train", "matplotlib": "plots", "tokenizers": "hf"}
+
+
+def _refuse(text: str) -> NoReturn:
+    print(f"equipoise: {' '.join(text.split())}", file=sys.stderr)
+    sys.exit(2)

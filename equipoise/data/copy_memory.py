@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise._draws import Rows
 from equipoise._errors import require_count, unknown_name
 from equipoise.data._draws import keyed_bits, keyed_order
 from equipoise.data.registry import register_data
@@ -30,6 +31,7 @@ class CopyBatch:
         indices: (B,) numbers of the samples in their split.
         epoch: Number of passes finished before this one.
         position: What to pass to `CopyMemory.batches` to go on after this batch.
+        rows: Which rows of the whole batch these are.
     """
 
     inputs: Tensor
@@ -37,6 +39,7 @@ class CopyBatch:
     indices: Tensor
     epoch: int
     position: int
+    rows: Rows
 
     def to(self, device: torch.device | str) -> "CopyBatch":
         """The batch on a device."""
@@ -152,9 +155,9 @@ class CopyMemory:
         self._check_batch(batch_size, split, rank, world_size)
         epoch, index = divmod(position, self.batches_per_epoch(batch_size, split))
         chosen = self._order(split, epoch)[index * batch_size : (index + 1) * batch_size]
-        first, last = (len(chosen) * k // world_size for k in (rank, rank + 1))
-        indices = chosen[first:last]
-        return CopyBatch(*self.samples(split, indices), indices, epoch, position + 1)
+        rows = Rows.share(len(chosen), rank, world_size)
+        indices = chosen[rows.start : rows.stop]
+        return CopyBatch(*self.samples(split, indices), indices, epoch, position + 1, rows)
 
     def _order(self, split: str, epoch: int) -> Tensor:
         if split == "train":

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equipoise._draws import Rows
 from equipoise._errors import require_count
 from equipoise.data._draws import keyed_integer
 
@@ -23,6 +24,7 @@ class Segment:
         epoch: Number of passes finished before this one.
         index: Number of the segment in its pass; 0 means that memory carried from before is void.
         position: What to pass to `TokenStream.segments` to go on after this segment.
+        rows: Which columns of the stream these are.
     """
 
     inputs: Tensor
@@ -30,6 +32,7 @@ class Segment:
     epoch: int
     index: int
     position: int
+    rows: Rows
 
     @property
     def starts(self) -> bool:
@@ -59,6 +62,7 @@ class TokenStream:
         drop_short: Whether to leave out a last segment shorter than `length`, so that all have one shape.
         rank: Which share of the columns to read.
         world_size: Number of shares; together they are the columns of one process.
+        uneven: Whether shares may differ in size, or be empty; training wants them equal.
     """
 
     tokens: Tensor
@@ -69,6 +73,7 @@ class TokenStream:
     drop_short: bool = False
     rank: int = 0
     world_size: int = 1
+    uneven: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "length", "world_size"):
@@ -81,7 +86,7 @@ class TokenStream:
             )
         if self.rank >= self.world_size:
             raise ValueError(f"TokenStream: rank {self.rank} does not exist among {self.world_size}; ranks begin at 0.")
-        if self.batch_size % self.world_size:
+        if self.batch_size % self.world_size and not self.uneven:
             raise ValueError(
                 f"TokenStream: batch_size={self.batch_size} (of all ranks together) is not a multiple of "
                 f"world_size={self.world_size}; take {self.world_size * max(1, self.batch_size // self.world_size)}."
@@ -101,8 +106,8 @@ class TokenStream:
     @property
     def rows(self) -> range:
         """The columns this rank reads."""
-        share = self.batch_size // self.world_size
-        return range(self.rank * share, (self.rank + 1) * share)
+        share = Rows.share(self.batch_size, self.rank, self.world_size)
+        return range(share.start, share.stop)
 
     @property
     def segments_per_epoch(self) -> int:
@@ -131,11 +136,12 @@ class TokenStream:
         epoch, index = divmod(position, self.segments_per_epoch)
         start = index * self.length
         count = min(self.length, self.width - 1 - start) + 1
-        first = self.offset(epoch) + start + torch.tensor(self.rows) * self.width
+        rows = Rows.share(self.batch_size, self.rank, self.world_size)
+        first = self.offset(epoch) + start + torch.arange(rows.start, rows.stop) * self.width
         places = (first[:, None] + torch.arange(count)) % len(self.tokens)
         block = self.tokens[places.to(self.tokens.device)].long()  # (rows, T + 1)
         # Both are contiguous: kernels and pinned copies want dense rows.
-        return Segment(block[:, :-1].contiguous(), block[:, 1:].contiguous(), epoch, index, position + 1)
+        return Segment(block[:, :-1].contiguous(), block[:, 1:].contiguous(), epoch, index, position + 1, rows)
 
     def segments(self, position: int = 0, epochs: int | None = None) -> Iterator[Segment]:
         """Segments from a position on.

@@ -63,9 +63,9 @@ def audit_gradient(
     """
     inputs = batch if isinstance(batch, tuple) else (batch,)
     evaluate = loss or _random_functional
-    state = torch.random.get_rng_state()
-    gradient, records = _gradient(copy.deepcopy(model), inputs, evaluate)
-    torch.random.set_rng_state(state)
+    devices = {tensor.device for tensor in (*model.parameters(), *tree_tensors(inputs)) if tensor.is_cuda}
+    with torch.random.fork_rng(devices):  # so that both gradients see the same dropout masks
+        gradient, records = _gradient(copy.deepcopy(model), inputs, evaluate)
     exact = copy.deepcopy(model).double()
     wide = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, inputs)
     with override(exact, solver=ROBUST, stop=stop, adjoint=Implicit(solver=ROBUST, stop=stop)):

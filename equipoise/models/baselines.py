@@ -17,7 +17,7 @@ from equipoise._errors import require_count, require_number, unknown_name
 from equipoise.models._sequence import check_memory, check_tokens, read_out, settings
 from equipoise.models.outputs import LMOutput
 from equipoise.models.registry import register_model
-from equipoise.nn.dropout import SequenceDropout
+from equipoise.nn.dropout import SequenceDropout, VariationalDropout
 from equipoise.nn.norm import weight_norm
 
 CELLS = {"lstm": nn.LSTM, "gru": nn.GRU}
@@ -83,6 +83,7 @@ class RecurrentConfig:
         dropout: Variational dropout of the output.
         dropout_in: Variational dropout of the embedded inputs.
         dropout_hidden: Variational dropout between layers.
+        weight_drop: DropConnect on the hidden-to-hidden matrices, one draw per forward.
     """
 
     vocab_size: int = 10_000
@@ -93,6 +94,7 @@ class RecurrentConfig:
     dropout: float = 0.0
     dropout_in: float = 0.0
     dropout_hidden: float = 0.0
+    weight_drop: float = 0.0
 
     def __post_init__(self) -> None:
         if self.cell not in CELLS:
@@ -101,7 +103,7 @@ class RecurrentConfig:
             raise ValueError("RecurrentConfig: widths must name at least one layer, got ().")
         for width in self.widths:
             require_count("RecurrentConfig", "widths", width)
-        for field in ("dropout", "dropout_in", "dropout_hidden"):
+        for field in ("dropout", "dropout_in", "dropout_hidden", "weight_drop"):
             require_number("RecurrentConfig", field, getattr(self, field), low=0.0, high=1.0)
         _check_words(self, self.widths[-1])
 
@@ -111,6 +113,9 @@ class RecurrentLM(nn.Module):
 
     Args:
         config: Settings.
+
+    Reference for dropped weights: S. Merity, N. S. Keskar, R. Socher, Regularizing and optimizing LSTM language models,
+    ICLR 2018.
     """
 
     def __init__(self, config: RecurrentConfig) -> None:
@@ -131,12 +136,27 @@ class RecurrentLM(nn.Module):
         x = self.drop_in(self.words_in(tokens, self.words_out.bias.dtype))
         states = []
         for index, layer in enumerate(self.layers):
-            x, state = layer(self.drop_hidden(x) if index else x, self._state(memory, index))
+            x, state = self._read(layer, self.drop_hidden(x) if index else x, self._state(memory, index))
             states.append(state if isinstance(state, tuple) else (state,))
         hidden = self.drop_out(x)
         logits, losses = self.words_out(hidden, targets)
         kept = tuple(part[0].detach() for kind in zip(*states, strict=True) for part in kind)
         return LMOutput(logits, losses, kept, hidden)
+
+    def _read(self, layer: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """A layer's outputs and last state."""
+        if not self.training or self.config.weight_drop == 0:
+            return layer(x, state)
+        weights = [layer.weight_ih_l0, layer.weight_hh_l0, layer.bias_ih_l0, layer.bias_hh_l0]
+        weights[1] = F.dropout(weights[1], self.config.weight_drop)
+        # In one block of memory: cuDNN would otherwise warn, and gather them itself.
+        block = torch.cat([weight.flatten() for weight in weights]).split([weight.numel() for weight in weights])
+        parts = [piece.view_as(weight) for piece, weight in zip(block, weights, strict=True)]
+        zeros = x.new_zeros(1, x.shape[0], layer.hidden_size)
+        if self.config.cell == "gru":
+            return torch.gru(x, zeros if state is None else state, parts, True, 1, 0.0, True, False, True)
+        out, h, c = torch.lstm(x, state or (zeros, zeros), parts, True, 1, 0.0, True, False, True)
+        return out, (h, c)
 
     def _state(self, memory: RecurrentMemory | None, layer: int) -> Any:
         if memory is None:
@@ -175,8 +195,8 @@ def gru_ptb_small(**overrides: Any) -> RecurrentLM:
 
 @register_model
 def lstm_ptb(**overrides: Any) -> RecurrentLM:
-    """LSTM layers of 1150, 1150 and 400, tied: 24.2 M parameters, as many as DEQ-TrellisNet has there."""
-    rates = {"dropout": 0.4, "dropout_in": 0.4, "dropout_hidden": 0.25}
+    """LSTM layers of 1150, 1150 and 400, tied, weights dropped: 24.2 M parameters, as many as DEQ-TrellisNet there."""
+    rates = {"dropout": 0.4, "dropout_in": 0.4, "dropout_hidden": 0.25, "weight_drop": 0.5}
     sizes = {"widths": (1150, 1150, 400), "embedding_size": 400, "tied": True}
     return RecurrentLM(settings(RecurrentConfig, {**sizes, **rates}, overrides))
 
@@ -197,7 +217,8 @@ class TCNConfig:
         tied: The output layer uses the embedding.
         dropout: Dropout after every convolution, whole channels of a stream.
         dropout_in: Variational dropout of the embedded inputs.
-        history: Words of earlier segments that are kept and seen again; 0 for none.
+        history: Words of earlier segments that are kept and seen again; 0 for none. A model's attribute
+            `memory_length`, which begins as this, may be changed at any time.
         init_std: Standard deviation of initial weights.
     """
 
@@ -261,7 +282,7 @@ class TCN(nn.Module):
 
     def __init__(self, config: TCNConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.memory_length = config, config.history
         self.words_in = _WordsIn(config.vocab_size, config.embedding_size)
         self.drop_in = SequenceDropout(config.dropout_in)
         sizes = [self.words_in.out_size] + [config.channels] * (config.levels - 1)
@@ -269,7 +290,7 @@ class TCN(nn.Module):
         self.words_out = _WordsOut(config.channels, config.vocab_size, self.words_in.table if config.tied else None)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, memory: Tensor | None = None) -> LMOutput:
-        """Scores or losses of a segment; `memory` is the words kept of earlier ones, (B, at most `history`)."""
+        """Scores or losses of a segment; `memory` is the words kept of earlier ones, (B, at most `memory_length`)."""
         check_tokens("TCN", tokens, targets)
         length = tokens.shape[1]
         if memory is not None:
@@ -280,7 +301,7 @@ class TCN(nn.Module):
             x = level(x)
         hidden = x[..., x.shape[2] - length :].mT
         logits, losses = self.words_out(hidden, targets)
-        kept = tokens[:, max(0, tokens.shape[1] - self.config.history) :] if self.config.history else None
+        kept = tokens[:, max(0, tokens.shape[1] - self.memory_length) :] if self.memory_length else None
         return LMOutput(logits, losses, kept, hidden)
 
 
@@ -310,7 +331,8 @@ class TransformerXLConfig:
         heads: Attention heads; they divide the width.
         inner_size: Width of the feed-forward part.
         layers: Number of layers, each with weights of its own.
-        memory_length: Positions of earlier segments that every layer remembers.
+        memory_length: Positions of earlier segments that every layer remembers; 0 for none. A model's attribute of this
+            name may be changed at any time.
         tied: The output layer uses the embedding.
         dropout: Dropout of embeddings, positions, both parts of a layer and the output.
         attention_dropout: Dropout of attention maps.
@@ -348,7 +370,7 @@ class _RelativeLayer(nn.Module):
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
         d = config.embedding_size
-        self.heads, self.attention_dropout = config.heads, config.attention_dropout
+        self.heads = config.heads
         self.query = nn.Linear(d, d, bias=False)
         self.keys_values = nn.Linear(d, 2 * d, bias=False)
         self.distance = nn.Linear(d, d, bias=False)
@@ -357,7 +379,7 @@ class _RelativeLayer(nn.Module):
         self.distance_bias = nn.Parameter(torch.empty(config.heads, d // config.heads))
         self.widen, self.narrow = nn.Linear(d, config.inner_size), nn.Linear(config.inner_size, d)
         self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(2))
-        self.drop = nn.Dropout(config.dropout)
+        self.drop, self.drop_map = VariationalDropout(config.dropout), VariationalDropout(config.attention_dropout)
 
     def forward(self, x: Tensor, past: Tensor, distances: Tensor) -> Tensor:
         """Map x (B, T, d), given what is before it (B, M, d) and the codes of distances 0 … M + T − 1."""
@@ -376,8 +398,7 @@ class _RelativeLayer(nn.Module):
         by_distance = by_distance.gather(-1, apart.clamp_min(0).expand_as(by_content))
         scores = (by_content + by_distance) / math.sqrt(query.shape[-1])
         weights = scores.masked_fill(apart < 0, -math.inf).softmax(dim=-1)
-        weights = F.dropout(weights, self.attention_dropout, self.training)
-        return self.out((weights @ value).transpose(1, 2).flatten(2))
+        return self.out((self.drop_map(weights) @ value).transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
@@ -394,13 +415,14 @@ class TransformerXL(nn.Module):
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.memory_length = config, config.memory_length
         self.words_in = _WordsIn(config.vocab_size, config.embedding_size)
         self.layers = nn.ModuleList(_RelativeLayer(config) for _ in range(config.layers))
         self.words_out = _WordsOut(
             config.embedding_size, config.vocab_size, self.words_in.table if config.tied else None
         )
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = VariationalDropout(config.dropout)
+        self.drop_distances = VariationalDropout(config.dropout, shared_by_systems=True)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, 0, config.init_std)
@@ -416,15 +438,15 @@ class TransformerXL(nn.Module):
         config = self.config
         x = self.drop(self.words_in(tokens, self.words_out.bias.dtype) * math.sqrt(config.embedding_size))
         pasts = memory or [x.detach()[:, :0]] * config.layers
-        distances = self.drop(_codes(pasts[0].shape[1] + tokens.shape[1], config.embedding_size, x))
+        distances = self.drop_distances(_codes(pasts[0].shape[1] + tokens.shape[1], config.embedding_size, x))
         kept = []
         for layer, past in zip(self.layers, pasts, strict=True):
             seen = torch.cat([past, x.detach()], dim=1)
-            kept.append(seen[:, max(0, seen.shape[1] - config.memory_length) :].clone())
+            kept.append(seen[:, max(0, seen.shape[1] - self.memory_length) :].clone())
             x = layer(x, past, distances)
         hidden = self.drop(x)
         logits, losses = self.words_out(hidden, targets)
-        return LMOutput(logits, losses, tuple(kept) if config.memory_length else None, hidden)
+        return LMOutput(logits, losses, tuple(kept) if self.memory_length else None, hidden)
 
 
 def _codes(count: int, size: int, like: Tensor) -> Tensor:

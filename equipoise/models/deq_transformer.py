@@ -6,6 +6,7 @@ S. Bai, V. Koltun, J. Z. Kolter, Stabilizing equilibrium models by Jacobian regu
 
 import copy
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._module import DEQ, Plan
-from equipoise._scope import solve_constant
+from equipoise._scope import SolveScope, solve_constant
+from equipoise._solution import Solution
 from equipoise._stop import Stop
 from equipoise.adjoints import Implicit, Unroll
+from equipoise.models.deq_trellisnet import _worse
 from equipoise.models.outputs import LMOutput
 from equipoise.models.registry import register_model
 from equipoise.nn.attention import Past, Positions, RelativeAttention, initialised
-from equipoise.nn.dropout import SequenceDropout
+from equipoise.nn.dropout import AttentionDropout, SequenceDropout
 from equipoise.nn.embedding import AdaptiveEmbedding, AdaptiveSoftmax
 from equipoise.solvers import Anderson, Broyden, Picard
 
@@ -67,6 +70,8 @@ class DEQTransformerConfig:
             vectors and their projections have 0.01.
         ffn_chunks: Pieces of the feed-forward width; if more than one, each is recomputed in the backward pass, so
             that the graph holds none of the `d_inner` activations.
+        chunk_size: Solve a segment in chunks of so many positions, one after the other, with gradients across them;
+            None for all at once. Equilibria, gradients and dropout masks are those of the segment as a whole.
         plan: How to solve and differentiate.
     """
 
@@ -87,6 +92,7 @@ class DEQTransformerConfig:
     weight_norm: bool = True
     init_std: float = 0.05
     ffn_chunks: int = 1
+    chunk_size: int | None = None
     plan: Plan = published_plan(30, 35)
 
     def __post_init__(self) -> None:
@@ -94,6 +100,8 @@ class DEQTransformerConfig:
         require_count("DEQTransformerConfig", "d_inner", self.d_inner)
         require_count("DEQTransformerConfig", "memory_length", self.memory_length, low=0)
         require_count("DEQTransformerConfig", "ffn_chunks", self.ffn_chunks)
+        if self.chunk_size is not None:
+            require_count("DEQTransformerConfig", "chunk_size", self.chunk_size)
         require_number("DEQTransformerConfig", "dropout", self.dropout, low=0.0, high=1.0)
         require_number("DEQTransformerConfig", "attention_dropout", self.attention_dropout, low=0.0, high=1.0)
         if self.ffn_chunks > self.d_inner:
@@ -154,6 +162,26 @@ def _piece(a: Tensor, widen: Tensor, bias: Tensor, narrow: Tensor, mask: Tensor 
     return linear(inner if mask is None else inner * mask.to(inner.dtype), narrow)
 
 
+class _MapDropout(AttentionDropout):
+    """Dropout of attention maps whose mask may be that of a longer segment, of which the map is some rows.
+
+    A mask (B, heads, T, M + T) serves queries that end at any position: the number of keys tells which rows are theirs.
+    """
+
+    def reserve(self, weights: Tensor) -> None:
+        """Draw, in the scope of a solve, the mask of a map shaped like `weights`."""
+        if self.training and self.p > 0:
+            solve_constant(self, weights)
+
+    def forward(self, weights: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return weights
+        mask = solve_constant(self, weights)
+        keys = weights.shape[-1]
+        end = keys - (mask.shape[-1] - mask.shape[-2])
+        return weights * mask[..., end - weights.shape[-2] : end, :keys].to(weights.dtype)
+
+
 class TransformerCell(nn.Module):
     """The layer f(z; u, z₀, u₀): relative attention and a feed-forward part, normalised without scale and shift.
 
@@ -177,6 +205,7 @@ class TransformerCell(nn.Module):
             weight_norm=config.weight_norm,
             init_std=config.init_std,
         )
+        self.attention.map_dropout = _MapDropout(config.attention_dropout)
         self.dropout = SequenceDropout(config.dropout)
         self.feed_forward = FeedForward(config)
         self.pre_norm, self.standard_residual = config.pre_norm, config.standard_residual
@@ -242,10 +271,10 @@ class DEQTransformer(nn.Module):
             tokens: (B, T).
             targets: (B, T), the tokens to predict.
             memory: From the previous segment of the same streams; None at their start.
-            **options: Of the solve: `z0`, `context`, `trace`, `collect`.
+            **options: Of the solve: `z0`, `context`, `trace`, `collect`; not with chunks.
         """
         inputs = self.inputs(tokens, memory)
-        solution = self.deq(*inputs, **options)
+        solution = self._solve(*inputs, options)
         hidden, logits, losses = self.readout(solution.value, targets)
         return LMOutput(logits, losses, self.remember(memory, solution.value, inputs[0]), hidden, solution)
 
@@ -256,6 +285,28 @@ class DEQTransformer(nn.Module):
         remembered = 0 if memory is None else memory[0].shape[1]
         cell: Any = self.deq.cell
         return injection, cell.attention.positions(tokens.shape[1], remembered), cell.past(memory)
+
+    def _solve(self, injection: Tensor, positions: Positions, past: Past | None, options: dict[str, Any]) -> Solution:
+        chunk, (batch, length) = self.config.chunk_size, injection.shape[:2]
+        if chunk is None or length <= chunk:
+            return self.deq(injection, positions, past, **options)
+        if options:
+            raise ValueError(f"DEQTransformer: {', '.join(sorted(options))} cannot be used with chunk_size={chunk}.")
+        cell: Any = self.deq.cell
+        distances, blocked = positions
+        before, solutions, end = blocked.shape[1] - length, [], 0
+        with SolveScope():  # the same masks and weights in all chunks
+            like = cell.attention.content_bias.new_empty(())
+            cell.attention.map_dropout.reserve(like.expand(batch, self.config.heads, *blocked.shape))
+            for piece in injection.split(chunk, dim=1):
+                start, end = end, end + piece.shape[1]
+                keys = before + end
+                # The nearest `keys` distances; the column before them meets masked pairs only.
+                near = distances[..., distances.shape[-1] - keys - 1 :], blocked[start:end, :keys]
+                solutions.append(self.deq(piece, near, past))
+                if end < length:
+                    past = _extended(past, cell.past((solutions[-1].value, piece)))
+        return _joined(solutions)
 
     def readout(self, z: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Features, and log-probabilities or losses, of a state (B, T, d): the equilibrium or any other."""
@@ -296,7 +347,9 @@ class DEQTransformer(nn.Module):
     def explicit(self, depth: int, checkpoint: bool = False) -> "DEQTransformer":
         """The weight-tied network of `depth` such layers, from z = 0, with ordinary backpropagation.
 
-        It has this model's parameters, the same tensors, but train and eval mode of its own.
+        It has this model's parameters, the same tensors, but train and eval mode of its own, and takes a segment as a
+        whole. Its memory is the output of the last layer, seen by all of them: not what one long segment would give,
+        unless it is deep enough to be at the equilibrium.
 
         Args:
             depth: Number of layers.
@@ -305,6 +358,7 @@ class DEQTransformer(nn.Module):
         require_count("DEQTransformer.explicit", "depth", depth)
         kept: dict[int, Any] = {id(tensor): tensor for tensor in (*self.parameters(), *self.buffers())}
         twin = copy.deepcopy(self, kept)
+        twin.config = self.config.replace(chunk_size=None)
         stop = Stop(rtol=0, max_steps=depth, select="last")
         twin.deq.plan, twin.deq.eval_plan = Plan(Picard(), Unroll(checkpoint=checkpoint), stop), None
         return twin
@@ -325,6 +379,19 @@ class DEQTransformer(nn.Module):
                 f"DEQTransformer: memory has shapes {shapes}; expected (B, M, {d}) and (B, M, {3 * d}), B = {batch}, "
                 "as returned for the segment before. Pass memory=None at the start of streams."
             )
+
+
+def _extended(past: Past | None, new: Past) -> Past:
+    """Keys and values of the past followed by new ones."""
+    if past is None:
+        return new
+    return torch.cat([past[0], new[0]], dim=2), torch.cat([past[1], new[1]], dim=2)
+
+
+def _joined(solutions: list[Solution]) -> Solution:
+    """One solution from those of chunks; it has no problem, and no statistics of the backward pass."""
+    stats = functools.reduce(_worse, (solution.stats for solution in solutions))
+    return Solution(torch.cat([solution.value for solution in solutions], dim=1), stats)
 
 
 def _equilibrium(cell: TransformerCell, plan: Plan) -> DEQ:

@@ -58,6 +58,7 @@ class _PastTaps(nn.Module):
     """DropConnect on the taps of a causal convolution that look back: one draw per solve, for all systems alike."""
 
     shared_by_systems = True
+    draws_by_shape = True  # begin_solve looks at no value of its argument
 
     def __init__(self, p: float, past: int) -> None:
         super().__init__()
@@ -90,6 +91,7 @@ class CausalConv(nn.Module):
     """
 
     weight_g: nn.Parameter | None
+    draws_by_shape = True  # begin_solve looks at no value of its argument
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from equipoise._draws import rand_rows
 from equipoise._errors import require_number
 from equipoise._scope import solve_constant
 
@@ -16,13 +17,17 @@ class VariationalDropout(nn.Module):
         p: Probability of dropping.
         shared: Axes over which one draw is shared. For sequences (B, T, d) share axis 1, for channels of (B, C, T) axis
             2, of (B, C, H, W) axes (2, 3); an empty tuple draws each entry, as for attention maps (B, heads, q, k).
+        shared_by_systems: Whether inputs belong to all samples alike, so that their first axis is not one of samples.
     """
 
-    def __init__(self, p: float, shared: int | tuple[int, ...] = ()) -> None:
+    draws_by_shape = True  # begin_solve looks at no value of its argument
+
+    def __init__(self, p: float, shared: int | tuple[int, ...] = (), *, shared_by_systems: bool = False) -> None:
         super().__init__()
         require_number("VariationalDropout", "p", p, low=0.0, high=1.0)
         self.p = p
         self.shared = (shared,) if isinstance(shared, int) else tuple(shared)
+        self.shared_by_systems = shared_by_systems
 
     def begin_solve(self, x: Tensor) -> Tensor:
         """The mask for inputs shaped like x."""
@@ -34,7 +39,11 @@ class VariationalDropout(nn.Module):
                 )
             shape[axis] = 1
         # Drawn in float32 whatever the dtype, so that one seed gives one mask in every precision.
-        kept = torch.rand(shape, device=x.device, dtype=torch.float32) >= self.p
+        if self.shared_by_systems or any(axis in (0, -len(shape)) for axis in self.shared):
+            drawn = torch.rand(shape, device=x.device, dtype=torch.float32)
+        else:
+            drawn = rand_rows(shape, x.device)
+        kept = drawn >= self.p
         return kept.to(x.dtype).div_(1 - self.p)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -44,7 +53,8 @@ class VariationalDropout(nn.Module):
         return x * mask.to(x.dtype)
 
     def extra_repr(self) -> str:
-        return f"p={self.p}, shared={self.shared}"
+        systems = ", shared_by_systems=True" if self.shared_by_systems else ""
+        return f"p={self.p}, shared={self.shared}{systems}"
 
 
 class SequenceDropout(VariationalDropout):

@@ -67,6 +67,8 @@ def _unit(vector: Tensor, otherwise: Tensor) -> Tensor:
 class _WeightNormalised(_Normalised):
     """weight = g · v / ‖v‖, the norm over all axes but the first."""
 
+    draws_by_shape = True  # begin_solve looks at no value of its argument
+
     weight_g: Tensor
     weight_v: Tensor
 
@@ -119,6 +121,8 @@ class _LeadingVectors(nn.Module):
 
 class _SpectrallyNormalised(_Normalised):
     """weight = v · min(1, bound / σ(v)), σ the largest singular value of v as a matrix (outputs × the rest)."""
+
+    draws_by_shape = True  # begin_solve looks at no value of its argument
 
     weight_v: Tensor
     vectors: _LeadingVectors

@@ -1,6 +1,7 @@
 """What a run is about: data, model, losses and metrics. One file per task."""
 
 import abc
+import copy
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ register_task = TASKS.register
 
 @dataclass(frozen=True)
 class Splits:
-    """The data of a run.
+    """The data of a run. A batch has `to(device)`, and `rows` (`Rows`): which rows of the whole batch it holds.
 
     Attributes:
         train: Training batch number `position`, a pure function of it, so that a resumed run sees what an uninterrupted
@@ -78,6 +79,16 @@ class Task(abc.ABC):
         """Build the model."""
         settings = {**self.model_defaults(), **self.model_settings}
         return create_model(settings.pop("name"), **settings)
+
+    def share(self, rank: int, world_size: int) -> "Task":
+        """The same task on another share of each batch; what has been loaded is not loaded again."""
+        twin = copy.copy(self)
+        twin.rank, twin.world_size = rank, world_size
+        return twin
+
+    def items(self, batch: Any) -> tuple[int, str]:
+        """How many things of what kind a batch holds, for rates: "tokens" makes `tokens_per_second`."""
+        return batch.rows.count, "samples"
 
     def artifacts(self) -> dict[str, Any]:
         """Files, by name, that a trained model needs beside its weights, as plain values."""

@@ -62,6 +62,9 @@ class CopyMemoryTask(Task):
             info=source.info,
         )
 
+    def items(self, batch: CopyBatch) -> tuple[int, str]:
+        return batch.inputs.numel(), "tokens"
+
     def metrics(self) -> "MetricCollection":
         return mean_metrics("loss", "recall", "exact")
 

@@ -75,7 +75,7 @@ class LanguageModelTask(Task):
         share = functools.partial(TokenStream, rank=self.rank, world_size=self.world_size)
         train = share(self.corpus.train, c.batch_size, c.length, rotate=c.rotate, seed=self.seed, drop_short=True)
         streams = {
-            split: share(self.corpus.split(split), c.eval_batch_size, c.eval_length or c.length)
+            split: share(self.corpus.split(split), c.eval_batch_size, c.eval_length or c.length, uneven=True)
             for split in ("valid", "test")
             if len(getattr(self.corpus, split))
         }
@@ -92,6 +92,9 @@ class LanguageModelTask(Task):
 
     def artifacts(self) -> dict[str, Any]:
         return {"vocabulary.json": self.corpus.vocabulary.state()}
+
+    def items(self, batch: Segment) -> tuple[int, str]:
+        return batch.inputs.numel(), "tokens"
 
     def metrics(self) -> "MetricCollection":
         return mean_metrics("loss")

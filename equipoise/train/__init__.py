@@ -38,6 +38,7 @@ from equipoise.train.optim import (
     GradientGuard,
     NonFiniteGradientError,
     Optimiser,
+    Stepper,
     WeightAverage,
     set_learning_rate,
 )
@@ -58,6 +59,7 @@ from equipoise.train.schedule import (
 )
 from equipoise.train.tracking import (
     MetricsWriter,
+    Pace,
     StatsWindow,
     TensorboardMirror,
     environment,
@@ -86,6 +88,7 @@ __all__ = [
     "MetricsWriter",
     "NonFiniteGradientError",
     "Optimiser",
+    "Pace",
     "Penalty",
     "PlanSchedule",
     "Plateau",
@@ -93,6 +96,7 @@ __all__ = [
     "StatsWindow",
     "StepDecay",
     "StepPlan",
+    "Stepper",
     "Table",
     "TensorboardMirror",
     "Warmup",

@@ -6,6 +6,7 @@ disk never harms an older one. Nothing in it runs code when it is read.
 
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -14,6 +15,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from equipoise._errors import unknown_name
 MODEL, CONFIG, TRAINER, BEST = "model.safetensors", "config.json", "trainer.pt", "best.json"
 SAVE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+REPEATED = 2.0  # seconds
 _STEP = re.compile(r"step-(\d{6,})")
 _PARTIAL, _REPLACED, _DELETED = ".partial-", ".replaced-", ".deleted-"
 _PLAIN = (type(None), bool, int, float, str, bytes, Tensor, nn.Parameter, torch.Size)
@@ -120,7 +123,8 @@ def load_checkpoint(
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not a checkpoint: it has no {name}.{_nearby(folder)}")
     with _reported(f"checkpoint {folder} cannot be read"):
-        with safe_open(folder / MODEL, framework="pt", device=str(device)) as file:
+        place = "cpu" if torch.device(device).type == "cpu" else str(device)  # the format does not know "cpu:0"
+        with safe_open(folder / MODEL, framework="pt", device=place) as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -408,6 +412,9 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 class GracefulStop:
     """Turns the first Ctrl-C or SIGTERM into a flag, so that a run can save and end; a second one ends it at once.
 
+    Under torchrun, Ctrl-C reaches a process twice, from the terminal and from the launcher: there, one that follows the
+    first within `REPEATED` seconds is the same.
+
     Handlers can only be set in the main thread; elsewhere the flag is there, and only `request` sets it.
 
     Attributes:
@@ -417,6 +424,7 @@ class GracefulStop:
     def __init__(self, signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM)) -> None:
         self.signals = tuple(signals)
         self.reason: str | None = None
+        self._first = -math.inf
         self._before: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
 
@@ -445,7 +453,10 @@ class GracefulStop:
         if os.getpid() != self._process:  # a forked worker has inherited this handler, but there is no run to save
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        elif self.requested:
+        elif self.reason is not None:
+            if "TORCHELASTIC_RUN_ID" in os.environ and time.monotonic() - self._first < REPEATED:
+                return
             raise KeyboardInterrupt(f"{signal.Signals(number).name} after {self.reason}")
         else:
+            self._first = time.monotonic()
             self.request(signal.Signals(number).name)

@@ -1,53 +1,261 @@
-"""Scoring a finished run."""
+"""Scoring a finished run, at one or several settings of its solver."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
+import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 
-from equipoise._module import DEQ, override
-from equipoise.train.load import find_checkpoint, load
+from equipoise._errors import unknown_name
+from equipoise._module import DEQ, Plan, override
+from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
-from equipoise.train.recipe import Recipe
-from equipoise.train.tracking import StatsWindow
+from equipoise.train.tracking import StatsWindow, environment
+
+SOLVED = 5e-2  # 95th percentile of relative residuals up to which a number is called an equilibrium's
+AGREEMENT = 1e-2  # relative difference of the metric up to which two solves are said to give the same
+PARTS = ("stop", "solver")
+BUDGET = "stop.max_steps"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A setting of the solve, and the values to score at.
+
+    Attributes:
+        part: "stop" or "solver".
+        name: A field of it.
+        values: In the order of scoring.
+    """
+
+    part: str
+    name: str
+    values: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if self.part not in PARTS:
+            raise unknown_name("part of a sweep", self.part, PARTS)
+        if not self.values:
+            raise ValueError(f"sweep: {self.key} has no values.")
+
+    @classmethod
+    def parse(cls, text: str) -> "Sweep":
+        """A sweep from `stop.max_steps=1:20`, `stop.max_steps=1:20:3` (ends included) or `stop.rtol=1e-1,1e-2`."""
+        key, equals, values = text.partition("=")
+        part, dot, name = key.strip().partition(".")
+        if not (equals and dot and name):
+            raise ValueError(f"sweep {text!r} is not of the form part.setting=values, e.g. {BUDGET}=1:20.")
+        return cls(part, name, tuple(_values(values, text)))
+
+    @property
+    def key(self) -> str:
+        """Its name with the part it belongs to."""
+        return f"{self.part}.{self.name}"
+
+    def change(self, plan: Plan, value: Any) -> dict[str, Any]:
+        """The changed part of a plan."""
+        own = getattr(plan, self.part)
+        known = [field.name for field in dataclasses.fields(own) if field.init]
+        if self.name not in known:
+            raise unknown_name(f"setting of {type(own).__name__}", self.name, known)
+        more = {"check_every": min(own.check_every, max(1, value))} if self.key == BUDGET else {}
+        return {self.part: dataclasses.replace(own, **{self.name: value}, **more)}
+
+
+def _values(text: str, whole: str) -> Iterator[int | float]:
+    """Numbers of a list of numbers and ranges."""
+    for item in text.split(","):
+        bounds = item.split(":")
+        try:
+            if len(bounds) == 1:
+                yield _number(item)
+                continue
+            first, last, step = (int(bound) for bound in (*bounds, "1")[:3])
+        except ValueError as error:
+            raise ValueError(
+                f"sweep {whole!r}: {item!r} is neither a number nor a range; write 5, 1:20, 1:20:3 or 2,5,10."
+            ) from error
+        if len(bounds) > 3 or step < 1 or last < first:
+            raise ValueError(f"sweep {whole!r}: {item!r} is not a range first:last or first:last:step with step > 0.")
+        yield from range(first, last + 1, step)
+
+
+def _number(text: str) -> int | float:
+    try:
+        return int(text)
+    except ValueError:
+        return float(text)
 
 
 def evaluate_run(
-    run: str | Path, split: str = "valid", steps: Sequence[int] | None = None, data_dir: str | None = None
+    run: str | Path,
+    split: str = "valid",
+    steps: Sequence[int] | None = None,
+    data_dir: str | None = None,
+    *,
+    sweep: Sweep | None = None,
+    solver: str | None = None,
+    which: str = "best",
 ) -> list[dict[str, Any]]:
-    """Metrics of a trained model on a split, at one or several step budgets of its solver.
+    """Metrics of a trained model on a split; see `score_run`, whose results these are."""
+    results: list[dict[str, Any]] = score_run(run, split, steps, data_dir, sweep=sweep, solver=solver, which=which)[
+        "results"
+    ]
+    return results
+
+
+def score_run(
+    run: str | Path,
+    split: str = "valid",
+    steps: Sequence[int] | None = None,
+    data_dir: str | None = None,
+    *,
+    sweep: Sweep | None = None,
+    solver: str | None = None,
+    which: str = "best",
+) -> dict[str, Any]:
+    """Score a trained model on a split, in the precision of its training, and say whether it is an equilibrium's score.
 
     Args:
         run: Folder of a run or of a checkpoint.
         split: Name of a held-out split.
-        steps: Budgets; None for the model's own stop rule.
+        steps: Step budgets of the solver; None for the model's own stop rule.
         data_dir: Where data files are.
+        sweep: Another setting to vary, instead of `steps`.
+        solver: Name of a solver to use instead of the model's.
+        which: Of a run: "best" or "latest" checkpoint.
 
     Returns:
-        For each budget the metrics, the residuals they were obtained at, and seconds.
+        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `sweep`), `results` with for each
+        point the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`, and the environment.
     """
-    folder = find_checkpoint(run)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    task = Recipe.from_data(config, str(folder / "config.json")).make_task(data_dir)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, splits = load(folder, device), task.data()
-    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
-    if steps and not deqs:
-        raise ValueError(f"{folder}: the model has no equilibrium, so there is no step budget to set.")
-    results = []
-    budgets: Sequence[int | None] = steps or [None]
-    for budget in budgets:
-        window, started = StatsWindow(), time.perf_counter()
-        if budget is None:
-            values = evaluate(task, model, splits, split, device, window)
-        else:
-            own = (deqs[0].eval_plan or deqs[0].plan).stop
-            stop = dataclasses.replace(own, max_steps=budget, check_every=min(own.check_every, budget))
-            with override(model, stop=stop):
-                values = evaluate(task, model, splits, split, device, window)
-        results.append({"steps": budget, **values, "solve": window.summary(), "seconds": time.perf_counter() - started})
-    return results
+    if steps and sweep:
+        raise ValueError(f"steps are a sweep of {BUDGET}; give either them or the sweep of {sweep.key}.")
+    if steps:
+        sweep = Sweep("stop", "max_steps", tuple(steps))
+    opened = open_run(run, split, data_dir, which=which)
+    deqs = [module for module in opened.model.modules() if isinstance(module, DEQ)]
+    if (sweep or solver) and not deqs:
+        raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
+    opened.task.metrics()  # imports what the first score would else be charged for
+    with override(opened.model, solver=solver) if solver else contextlib.nullcontext():
+        results = [_score(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
+        used = type(_plan(opened.model).solver).__name__ if deqs else None
+    return {
+        "run": str(run),
+        "checkpoint": str(opened.folder),
+        "split": split,
+        "metric": opened.task.score,
+        "solver": used,
+        "sweep": sweep.key if sweep else None,
+        "results": results,
+        "warnings": doubts(results, opened.task.score, sweep.key if sweep else None),
+        "data": opened.splits.info,
+        "environment": environment(),
+    }
+
+
+def _shown(values: Sequence[Any]) -> Sequence[Any]:
+    """The values, with a progress bar for a person at a terminal if there are several."""
+    from tqdm import tqdm
+
+    return values if len(values) < 2 else tqdm(values, disable=None, unit="score", leave=False)  # type: ignore[return-value]
+
+
+def _plan(model: nn.Module) -> Plan:
+    """The plan of evaluations."""
+    deq = next(module for module in model.modules() if isinstance(module, DEQ))
+    return deq.eval_plan or deq.plan
+
+
+def _score(opened: TrainedRun, split: str, sweep: Sweep | None, value: Any) -> dict[str, Any]:
+    window, started = StatsWindow(), time.perf_counter()
+    changed = override(opened.model, **sweep.change(_plan(opened.model), value)) if sweep else contextlib.nullcontext()
+    with changed, opened.autocast():
+        metrics = evaluate(opened.task, opened.model, opened.splits, split, opened.device, window)
+    budget = value if sweep is not None and sweep.key == BUDGET else None
+    point = {"steps": budget} if sweep is None or budget is not None else {"steps": None, sweep.key: value}
+    return {**point, **metrics, "solve": window.summary(), "seconds": time.perf_counter() - started}
+
+
+def doubts(results: Sequence[dict[str, Any]], metric: str, key: str | None = None) -> list[str]:
+    """Sentences on results that are not an equilibrium's.
+
+    Such a one has residuals above 5e-2 (95th percentile), or a metric more than 1 % off that of the best solve.
+
+    Args:
+        results: Of `score_run`.
+        metric: By which results are compared.
+        key: The setting that was varied.
+    """
+    solved = [result for result in results if result["solve"]]
+    said = []
+    rough = [result for result in solved if not result["solve"]["residual_p95"] <= SOLVED]
+    if rough:
+        worst = max(result["solve"]["residual_p95"] for result in rough)
+        said.append(
+            f"{_at(rough, key)}the relative residual (95th percentile) is up to {worst:.1e}, above {SOLVED:g}: this is "
+            "the number of a network of so many steps, not an equilibrium's."
+        )
+    best = min(solved, key=lambda result: result["solve"]["residual_p95"], default=None)
+    if best is None or len(solved) < 2:
+        return said
+    off = [result for result in solved if not abs(result[metric] - best[metric]) <= AGREEMENT * abs(best[metric])]
+    if off:
+        farthest = max(off, key=lambda result: abs(result[metric] - best[metric]))
+        said.append(
+            f"{_at(off, key)}{metric} is up to {abs(farthest[metric] / best[metric] - 1):.1%} off that of the best "
+            f"solve ({farthest[metric]:.6g} beside {best[metric]:.6g}): a number that changes with the solve is not an "
+            "equilibrium's."
+        )
+    return said
+
+
+def _at(results: Sequence[dict[str, Any]], key: str | None) -> str:
+    if key is None:
+        return ""
+    name = "steps" if key == BUDGET else key
+    return f"at {key} = {', '.join(f'{result[name]:g}' for result in results)} "
+
+
+def write_scores(folder: str | Path, record: dict[str, Any]) -> Path:
+    """Write a record of `score_run` as a new file `eval/<split>-<time>.json` in a folder; nothing is overwritten.
+
+    Args:
+        folder: Of the run.
+        record: What to write.
+    """
+    place = Path(folder) / "eval"
+    place.mkdir(exist_ok=True)
+    stem = f"{record['split']}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    path = next(path for path in (place / f"{name}.json" for name in names) if not path.exists())
+    write_json(path, record)
+    return path
+
+
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record as a whole or not at all; numbers that JSON does not know become strings, as in metrics.jsonl."""
+    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+    try:
+        partial.write_text(json.dumps(plain(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """A value in which every number is one that JSON knows, or a string that names it."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

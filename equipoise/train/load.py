@@ -1,6 +1,10 @@
-"""A trained model from its folder."""
+"""A trained model from its folder, and what it needs to be scored or measured: settings, task, data, precision."""
 
+import contextlib
+import difflib
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +13,27 @@ from torch import nn
 
 from equipoise._errors import unknown_name
 from equipoise.models import create_model
-from equipoise.train.checkpoint import CheckpointError, latest_checkpoint, load_checkpoint, read_best
+from equipoise.tasks import Splits, Task
+from equipoise.train.checkpoint import CONFIG, MODEL, CheckpointError, latest_checkpoint, load_checkpoint, read_best
 from equipoise.train.recipe import Recipe
 
 CHECKPOINTS = "checkpoints"
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def autocast_of(config: Mapping[str, Any], device: torch.device | str) -> contextlib.AbstractContextManager[None]:
+    """The precision that a run was trained in, as a context to evaluate, sample and measure it in.
+
+    Args:
+        config: Settings of the run, as in its config.json.
+        device: Where the model is.
+    """
+    precision = config.get("train", {}).get("precision", "no")
+    if precision == "no":
+        return contextlib.nullcontext()
+    if precision not in _AUTOCAST:
+        raise unknown_name("precision", precision, ("no", *_AUTOCAST))
+    return torch.autocast(torch.device(device).type, _AUTOCAST[precision])
 
 
 def find_checkpoint(path: str | Path, which: str = "best") -> Path:
@@ -25,14 +46,59 @@ def find_checkpoint(path: str | Path, which: str = "best") -> Path:
     if which not in ("best", "latest"):
         raise unknown_name("checkpoint", which, ("best", "latest"))
     path = Path(path)
-    if (path / "model.safetensors").is_file():
+    if (path / MODEL).is_file():
         return path
     root = path / CHECKPOINTS
-    best = read_best(root) if which == "best" and root.is_dir() else None
-    folder = root / best["checkpoint"] if best else (latest_checkpoint(root) if root.is_dir() else None)
+    best = _read_best(root) if which == "best" else None
+    if best is not None and best.is_dir():
+        return best
+    folder = latest_checkpoint(root)
     if folder is None:
-        raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints.")
+        raise CheckpointError(f"{path} is neither a checkpoint nor a run with checkpoints{_hint(path)}")
+    if best is not None:
+        raise CheckpointError(
+            f"{root / 'best.json'} points to {best.name}, which is not there; the newest checkpoint is {folder}."
+        )
     return folder
+
+
+def _read_best(root: Path) -> Path | None:
+    try:
+        best = read_best(root)
+        return None if best is None else root / best["checkpoint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{root / 'best.json'} cannot be read ({error}); delete it, or give a checkpoint's own folder."
+        ) from error
+
+
+def _hint(path: Path) -> str:
+    """What a person may have meant."""
+    if path.is_file():
+        return f": it is a file; give the folder of the run, e.g. {path.parent}."
+    if path.is_dir():
+        runs = sorted(entry.name for entry in path.iterdir() if (entry / CHECKPOINTS).is_dir())
+        return f"; runs in it: {', '.join(runs[:6])}." if runs else "; give the folder that train had as --out."
+    near = path.parent.is_dir() and difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1)
+    return f": there is no such folder; did you mean {path.parent / near[0]}?" if near else ": there is no such folder."
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """The settings that a checkpoint, or a run, was made with.
+
+    Args:
+        folder: Of the checkpoint or of the run.
+    """
+    path = Path(folder) / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has no {CONFIG}, which says what model it holds.") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); take it from another checkpoint.") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict) or "name" not in config["model"]:
+        raise CheckpointError(f"{path} does not name a model (model.name), so it is not the file of a run.")
+    return config
 
 
 def load(path: str | Path, device: torch.device | str = "cpu", which: str = "best") -> nn.Module:
@@ -44,11 +110,83 @@ def load(path: str | Path, device: torch.device | str = "cpu", which: str = "bes
         which: Of a run: "best" or "latest" checkpoint.
     """
     folder = find_checkpoint(path, which)
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_config(folder)
     settings = dict(config["model"])
     model = create_model(settings.pop("name"), **settings)
-    load_checkpoint(folder, model)
-    schedule = Recipe.from_data(config, str(folder / "config.json")).schedule(model)
+    try:
+        load_checkpoint(folder, model)
+    except RuntimeError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the weights in {folder} do not fit the model of its {CONFIG}.") from error
+    schedule = Recipe.from_data(config, str(folder / CONFIG)).schedule(model)
     if schedule is not None:
         schedule.final().apply(model)
     return model.to(device).eval()
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A trained model with its data.
+
+    Attributes:
+        folder: The checkpoint.
+        config: Its settings.
+        task: What it was trained on.
+        splits: The data.
+        model: In eval mode.
+        device: Where the model is.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    task: Task
+    splits: Splits
+    model: nn.Module
+    device: torch.device
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """The precision the model was trained in."""
+        return autocast_of(self.config, self.device)
+
+
+def open_run(
+    run: str | Path,
+    split: str,
+    data_dir: str | None = None,
+    *,
+    which: str = "best",
+    device: torch.device | str | None = None,
+) -> TrainedRun:
+    """Load a trained model and its data.
+
+    Args:
+        run: Folder of a run or of a checkpoint.
+        split: A held-out split that must be there.
+        data_dir: Where data files are.
+        which: Of a run: "best" or "latest" checkpoint.
+        device: Where the model goes; a GPU, if there is one, by default.
+    """
+    folder = find_checkpoint(run, which)
+    config = read_config(folder)
+    task = Recipe.from_data(config, str(folder / CONFIG)).make_task(data_dir)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    model, splits = load(folder, place), task.data()
+    if split not in splits.held_out:
+        raise unknown_name("split", split, splits.held_out)
+    _check_artifacts(folder, config, task)
+    return TrainedRun(folder, config, task, splits, model, place)
+
+
+def _check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> None:
+    """Raise if the data are not those the model was trained on: a token's number would mean another token."""
+    given, known = task.model_defaults().get("vocab_size", 0), config["model"].get("vocab_size")
+    if known is not None and given > known:
+        raise ValueError(f"the data have {given:,} kinds of tokens, the model in {folder} knows {known:,}; {_SAME}")
+    for name, values in task.artifacts().items():
+        path = folder.parent.parent / name
+        if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(values)):
+            raise ValueError(f"the data give another {name} than {path}, with which the model was trained; {_SAME}")
+
+
+_SAME = "give the data of its training (--data-dir)."

@@ -1,7 +1,7 @@
 """One training loop for every task: set up, put the objects together, fit."""
 
 import json
-import math
+import os
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,33 +11,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from equipoise._draws import rows_of
+from equipoise._errors import unknown_name
 from equipoise._module import solutions_of
-from equipoise._tree import tree_map
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
 from equipoise.train.checkpoint import (
-    CheckpointError,
     GracefulStop,
     check_writable,
     checkpoint_bytes,
-    checkpoint_folder,
-    latest_checkpoint,
     list_checkpoints,
-    load_checkpoint,
-    prune_checkpoints,
     read_best,
     recover_checkpoints,
-    save_checkpoint,
-    write_best,
 )
 from equipoise.train.load import CHECKPOINTS
-from equipoise.train.optim import WeightAverage, set_learning_rate
+from equipoise.train.optim import Stepper, WeightAverage
+from equipoise.train.processes import Processes
 from equipoise.train.recipe import Recipe
-from equipoise.train.schedule import Horizon, PlanSchedule, StepPlan
-from equipoise.train.tracking import MetricsWriter, StatsWindow, environment
+from equipoise.train.schedule import Horizon, StepPlan, step_seed
+from equipoise.train.shares import Share, make_shares
+from equipoise.train.state import RunState, note_best
+from equipoise.train.tracking import MetricsWriter, Pace, StatsWindow, TensorboardMirror, environment, headline
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+LOG = "metrics.jsonl"
+TIME_IS_UP = "time is up"
 
 
 @dataclass
@@ -81,196 +81,232 @@ def setup(recipe: Recipe, out: Path, resume: bool) -> "Accelerator":
     if recipe.train.threads is not None:
         torch.set_num_threads(recipe.train.threads)
     AcceleratorState._reset_state()  # else the precision of an earlier run in this process would stay
-    accelerator = Accelerator(mixed_precision=recipe.train.precision)
-    _claim(out, resume, accelerator)
-    if accelerator.is_main_process:
+    # Without this, processes on a machine with CPUs only would not look for each other.
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1 and not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision=recipe.train.precision, cpu=together)
+    processes = Processes(accelerator)
+    _claim(out, resume, processes)
+    if processes.main:
         _write_json(out / "env.json", environment())
     return accelerator
 
 
-def _claim(out: Path, resume: bool, accelerator: "Accelerator") -> None:
+def _claim(out: Path, resume: bool, processes: Processes) -> None:
     """Make the folder ready, or refuse it; one process tidies up, all see the same."""
-    log = out / "metrics.jsonl"
-    if accelerator.is_main_process:
+    if processes.main:
         recover_checkpoints(out / CHECKPOINTS)
-    accelerator.wait_for_everyone()
+    processes.wait()
     if not resume and list_checkpoints(out / CHECKPOINTS):
         raise FileExistsError(f"{out} holds another run; continue it with resume, or choose another folder.")
-    if accelerator.is_main_process and not resume and log.exists():
-        log.replace(out / "metrics.failed.jsonl")  # of a run that came to nothing
-    accelerator.wait_for_everyone()
+    if processes.main and not resume and (out / LOG).exists():
+        (out / LOG).replace(out / "metrics.failed.jsonl")  # of a run that came to nothing
+    processes.wait()
 
 
 class _Run:
     """The objects of a run, and the loop over them."""
 
     def __init__(self, recipe: Recipe, task: Task, out: Path, accelerator: "Accelerator", resume: bool) -> None:
-        self.recipe, self.task, self.out, self.accelerator = recipe, task, out, accelerator
+        self.recipe, self.task, self.out, self.accelerator, self.resumed = recipe, task, out, accelerator, resume
+        self.processes = Processes(accelerator)
         settings = recipe.train
+        shares = make_shares(task, settings.accumulation)
         self.splits: Splits = task.data()
         torch.manual_seed(settings.seed)
-        self.plain = task.model()
+        self.model = task.model().to(self.processes.device)
         # Settings that follow from the data are part of the model: it must load without them.
         self.config = {**recipe.to_data(), "model": {**task.model_defaults(), **recipe.model}}
-        check_writable(out, checkpoint_bytes(self.plain))
-        self.schedule: PlanSchedule | None = recipe.schedule(self.plain)
-        optimizer = settings.optimiser.build(self.plain)
-        self.model, self.optimizer = accelerator.prepare(self.plain, optimizer)
-        self.guard = settings.clip.start()
-        self.average = WeightAverage(settings.averaging) if settings.averaging else None
+        check_writable(out, checkpoint_bytes(self.model))
+        self.schedule = recipe.schedule(self.model)
+        stepper = Stepper(settings.optimiser.build(self.model), settings.clip.start(), accelerator.scaler)
+        plateau = settings.plateau.start() if settings.plateau else None
+        average = WeightAverage(settings.averaging) if settings.averaging else None
+        self.state = RunState(self.model, stepper, shares, plateau, average)
         self.horizon = Horizon(settings.steps, self.splits.epoch)
-        self.step, self.carry = 0, None
-        self.forward, self.backward = StatsWindow(), StatsWindow()
-        self.resumed = resume
         if resume:
-            self._restore()
-        if accelerator.is_main_process:  # after all that can be refused, so that a refusal changes nothing
+            self.state.restore(out / CHECKPOINTS, self.processes)
+        self.started = time.perf_counter() - self.state.seconds
+        self.pace = Pace()
+        if self.processes.main:  # after all that can be refused, so that a refusal changes nothing
             _write_json(out / "config.json", self.config)
             for name, values in task.artifacts().items():
                 _write_json(out / name, values)
 
     def fit(self) -> Outcome:
-        settings = self.recipe.train
-        resumed = self.step if self.resumed else None
+        settings, state = self.recipe.train, self.state
         metrics: dict[str, float] = {}
-        main, path = self.accelerator.is_main_process, self.out / "metrics.jsonl"
-        writer: Any = MetricsWriter(path, resume_step=resumed) if main else nullcontext(_Silent())
-        with writer as log, GracefulStop() as stop:
+        with self._open_log() as log, self._progress_bar() as bar, GracefulStop() as stop:
             if not self.resumed:
-                log.write(0, {"data": self.splits.info, "parameters": sum(p.numel() for p in self.plain.parameters())})
+                self._write(log, self._facts())
                 self.evaluate("valid", most=2)  # a broken set-up dies here, not at the first evaluation
-            since, seen = time.perf_counter(), self.step
-            bar = self._progress_bar()
-            while self.step < settings.steps and not stop.requested:
+            ending = self._ending(stop)
+            self.pace.restart()
+            while state.step < settings.steps and not ending:
                 losses = self._train_step()
-                self.step += 1
+                state.step += 1
+                self.pace.steps += 1
                 bar.update()
-                last = self.step == settings.steps
-                if self.step % settings.log_every == 0 or last:
-                    seconds = (time.perf_counter() - since) / max(1, self.step - seen)
-                    record = self._train_record(losses, seconds)
-                    log.write(self.step, {"train": record})
-                    bar.set_postfix(_headline(record), refresh=False)
-                    since, seen = time.perf_counter(), self.step
-                if self.step % settings.evaluate_every == 0 or last:
-                    metrics = self.evaluate("valid")
-                    log.write(self.step, {"valid": metrics})
-                    self._save(metrics)
-                    since, seen = time.perf_counter(), self.step
-                elif self.step % settings.save_every == 0:
+                ending = self._ending(stop)
+                last = state.step == settings.steps or ending == TIME_IS_UP
+                if state.step % settings.log_every == 0 or last:
+                    record = self._train_record(losses)
+                    self._write(log, {"train": record})
+                    bar.set_postfix(headline(record), refresh=False)
+                if state.step % settings.evaluate_every == 0 or last:
+                    metrics = self._validate(log, last)
+                    self.pace.restart()
+                elif state.step % settings.save_every == 0:
                     self._save()
-            bar.close()
-            if stop.requested:
+            if ending and state.saved != state.step:
                 self._save()
-            return Outcome(self.step, metrics, read_best(self.out / CHECKPOINTS), stop.reason)
+        interrupted = None if ending == TIME_IS_UP else ending
+        return Outcome(state.step, metrics, read_best(self.out / CHECKPOINTS), interrupted)
 
-    def _progress_bar(self) -> Any:
-        from tqdm import tqdm
-
-        # Shown to a person at a terminal only; the log is metrics.jsonl.
-        hidden = None if self.accelerator.is_main_process else True
-        return tqdm(total=self.recipe.train.steps, initial=self.step, disable=hidden, unit="step", dynamic_ncols=True)
+    def _ending(self, stop: GracefulStop) -> str | None:
+        """Why the run should end now, the same in all processes: one asks, all do."""
+        minutes = self.recipe.train.minutes
+        late = self.processes.main and minutes is not None and self._clock() >= 60 * minutes
+        if not self.processes.any(stop.requested or late):
+            return None
+        return next((reason for reason in self.processes.gather(stop.reason) if reason), TIME_IS_UP)
 
     def _train_step(self) -> dict[str, Tensor]:
-        """One optimiser step; every draw in it is keyed by the seed and the step."""
-        plan = self._plan()
+        """One optimiser step; every draw in it is keyed by the seed, the step and the row."""
+        state, self.plan = self.state, self._apply_plan()
         self.model.train()
-        torch.manual_seed(_key(self.recipe.train.seed, self.step, self.accelerator.process_index))
-        batch = self.splits.train(self.step).to(self.accelerator.device)
-        with self.accelerator.autocast(), solutions_of(self.plain) as solutions:
-            losses, self.carry = self.task.training_step(self.model, batch, self.carry, self.step)
+        sums: dict[str, Tensor] = {}
+        for share in state.shares:
+            for name, loss in self._add_gradient(share).items():
+                sums[name] = sums[name] + loss if name in sums else loss
+        self.processes.add_gradients(self.model)
+        factor = self.recipe.train.learning_rate.factor(state.step, self.horizon)
+        state.stepper.step(self.model, factor * (state.plateau.scale if state.plateau else 1.0))
+        if state.average is not None:
+            state.average.update(self.model, state.step)
+        return sums
+
+    def _add_gradient(self, share: Share) -> dict[str, Tensor]:
+        """Add the gradient of a share of the batch; returns its part of the losses of the whole."""
+        state, plan = self.state, self.plan
+        batch = share.splits.train(state.step).to(self.processes.device)
+        share.rows = batch.rows
+        if not batch.rows.count:
+            return {}
+        torch.manual_seed(step_seed(self.recipe.train.seed, state.step))
+        with rows_of(batch.rows), self.accelerator.autocast(), solutions_of(self.model) as solutions:
+            losses, share.carry = self.task.training_step(self.model, batch, share.carry, state.step)
             total = losses["loss"]
             if plan is not None and plan.penalty_weight > 0:
                 penalties = [jacobian_penalty(solution, probes=plan.penalty_probes) for solution, _ in solutions]
                 losses["penalty"] = torch.stack(penalties).mean()
                 total = total + plan.penalty_weight * losses["penalty"]
-        self.accelerator.backward(total)
-        factor = self.recipe.train.learning_rate.factor(self.step, self.horizon)
-        self.rate = set_learning_rate(self.optimizer, factor)
-        if self.guard.check(self.plain):
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-        if self.average is not None:
-            self.average.update(self.plain, self.step)
+        state.stepper.backward(total * batch.rows.weight)
         for solution, used in solutions:
-            self.forward.add(solution.stats, used.stop)
-            self.backward.add(solution.backward, getattr(used.adjoint, "stop", None))
-        return {name: self.accelerator.reduce(loss.detach(), "mean") for name, loss in losses.items()}
+            state.forward.add(solution.stats, used.stop)
+            state.backward.add(solution.backward, getattr(used.adjoint, "stop", None))
+        self.pace.add_items(*self.task.items(batch))
+        return {name: loss.detach() * batch.rows.weight for name, loss in losses.items()}
 
-    def _plan(self) -> StepPlan | None:
+    def _apply_plan(self, budget: int | None = None) -> StepPlan | None:
+        """Set the plans of this step, with another step budget for evaluations if one is given."""
         if self.schedule is None:
             return None
-        plan = self.schedule.at(self.step)
-        plan.apply(self.plain)
+        plan = self.schedule.at(self.state.step)
+        plan = plan if budget is None else plan.with_budget(budget)
+        plan.apply(self.model)
         return plan
 
-    @torch.no_grad()
-    def evaluate(self, split: str, most: int | None = None) -> dict[str, float]:
-        """Metrics on a split, with averaged weights if there are any, and the residuals they were obtained at."""
-        self._plan()
-        self.model.eval()
-        window = StatsWindow()
-        weights = self.average.applied(self.plain) if self.average else nullcontext()
-        with weights, self.accelerator.autocast():
-            values = evaluate(self.task, self.model, self.splits, split, self.accelerator.device, window, most)
-        self.model.train()
-        return {**values, **{f"solve_{key}": value for key, value in window.summary().items() if key != "failed"}}
+    def _validate(self, log: Any, last: bool) -> dict[str, float]:
+        """Evaluate, write it down, tell the schedule, and save."""
+        metrics = self.evaluate("valid")
+        record: dict[str, Any] = {"valid": metrics}
+        if last and self.schedule is not None and self.recipe.evaluation.budgets:
+            budgets = self.recipe.evaluation.budgets
+            record["valid_at"] = {str(budget): self.evaluate("valid", budget=budget) for budget in budgets}
+        plateau, average = self.state.plateau, self.state.average
+        lowered = plateau is not None and plateau.update(metrics[self.task.score])
+        if lowered and average is not None and average.settings.start is None:
+            average.begin()
+        self._write(log, record)
+        self._save(metrics)
+        return metrics
 
-    def _train_record(self, losses: dict[str, Tensor], seconds: float) -> dict[str, Any]:
-        record = {name: float(loss) for name, loss in losses.items()}
-        record |= {"lr": self.rate, "seconds_per_step": seconds, **self.guard.metrics()}
-        return {**record, "forward": self.forward.summary(), "backward": self.backward.summary()}
+    @torch.no_grad()
+    def evaluate(self, split: str, most: int | None = None, budget: int | None = None) -> dict[str, float]:
+        """Metrics on a split, with averaged weights if there are any, and the residuals they were obtained at.
+
+        Args:
+            split: Name of a held-out split.
+            most: Batches to look at; None for all.
+            budget: Steps of the solver; None for what the schedule says.
+        """
+        plan, window = self._apply_plan(budget), StatsWindow()
+        self.model.eval()
+        with self.state.averaged(), self.accelerator.autocast():
+            values = evaluate(self.task, self.model, self.splits, split, self.processes.device, window, most)
+        self.model.train()
+        self._apply_plan()
+        solve = window.summary(self.processes.gather)
+        if plan is not None:
+            solve |= {"max_steps": plan.eval_plan.stop.max_steps, "rtol": plan.eval_plan.stop.rtol}
+        return {**values, **{f"solve_{key}": value for key, value in solve.items() if key != "failed"}}
 
     def _save(self, metrics: dict[str, float] | None = None) -> None:
-        self.accelerator.wait_for_everyone()
-        if not self.accelerator.is_main_process:
-            return
         root = self.out / CHECKPOINTS
-        folder = checkpoint_folder(root, self.step)
-        trainer = {
-            "step": self.step,
-            "optimizer": self.optimizer.state_dict(),
-            "guard": self.guard.state_dict(),
-            "average": self.average.state_dict() if self.average else None,
-            "carry": self.carry,
-            "statistics": [self.forward.state_dict(), self.backward.state_dict()],
-            # The model that is saved is the one that was evaluated; training goes on from the weights it had.
-            "live": {name: p.detach().clone() for name, p in self.plain.named_parameters()} if self.average else None,
-        }
-        with self.average.applied(self.plain) if self.average else nullcontext():
-            save_checkpoint(folder, self.plain, self.config, trainer)
-        score = (metrics or {}).get(self.task.score)
-        best = read_best(root)
-        if score is not None and math.isfinite(score) and (best is None or score < best["score"]):
-            write_best(root, folder, step=self.step, metric=self.task.score, score=score)
-        prune_checkpoints(root, self.recipe.train.keep)
+        self.state.seconds = self._clock()
+        folder = self.state.save(root, self.config, self.processes)
+        if self.processes.main:
+            score = (metrics or {}).get(self.task.score)
+            note_best(root, folder, self.state.step, self.task.score, score, self.recipe.train.keep)
 
-    def _restore(self) -> None:
-        folder = latest_checkpoint(self.out / CHECKPOINTS)
-        if folder is None:
-            raise FileNotFoundError(f"{self.out} has no checkpoint to resume from; start it without resume.")
-        try:
-            trainer = load_checkpoint(folder, self.plain, self.accelerator.device).trainer
-        except RuntimeError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise CheckpointError(
-                f"{folder} does not fit the model of this recipe, so it cannot be resumed."
-            ) from error
-        if trainer is None:
-            raise CheckpointError(f"{folder} holds weights only, so a run cannot be resumed from it.")
-        if trainer["live"] is not None:
-            with torch.no_grad():
-                for name, parameter in self.plain.named_parameters():
-                    parameter.copy_(trainer["live"][name])
-        for window, state in zip((self.forward, self.backward), trainer["statistics"], strict=True):
-            window.load_state_dict(state)
-        self.step = int(trainer["step"])
-        self.optimizer.load_state_dict(trainer["optimizer"])
-        self.guard.load_state_dict(trainer["guard"])
-        if self.average is not None and trainer["average"] is not None:
-            self.average.load_state_dict(trainer["average"], self.plain)
-        self.carry = tree_map(lambda x: x.to(self.accelerator.device) if isinstance(x, Tensor) else x, trainer["carry"])
+    # What a run says
+
+    def _clock(self) -> float:
+        """Seconds of the run up to now, resumed parts included."""
+        return time.perf_counter() - self.started
+
+    def _facts(self) -> dict[str, Any]:
+        """What was trained on what."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        split = {"processes": self.processes.count, "accumulation": self.recipe.train.accumulation}
+        return {"data": self.splits.info, "parameters": parameters, **split}
+
+    def _train_record(self, losses: dict[str, Tensor]) -> dict[str, Any]:
+        """The losses of the newest step, and what the steps since the last record were like."""
+        state, plan, gather = self.state, self.plan, self.processes.gather
+        record: dict[str, Any] = {}
+        for part in gather({name: float(loss) for name, loss in losses.items()}):
+            for name, loss in part.items():
+                record[name] = record.get(name, 0.0) + loss
+        record |= state.stepper.metrics() | self.pace.rates(gather)
+        if plan is not None:
+            record |= {"phase": plan.phase, "max_steps": plan.plan.stop.max_steps}
+            record |= {"penalty_weight": plan.penalty_weight} if plan.penalty_weight > 0 else {}
+        if self.processes.device.type == "cuda":
+            record["peak_memory"] = max(gather(torch.cuda.max_memory_allocated()))
+            torch.cuda.reset_peak_memory_stats()
+        return {**record, "forward": state.forward.summary(gather), "backward": state.backward.summary(gather)}
+
+    def _open_log(self) -> Any:
+        if not self.processes.main:
+            return nullcontext()
+        resumed = self.state.step if self.resumed else None
+        mirrors = []
+        if self.recipe.train.tensorboard:
+            mirrors.append(TensorboardMirror(self.out / "tensorboard", resume_step=resumed))
+        return MetricsWriter(self.out / LOG, resume_step=resumed, mirrors=mirrors)
+
+    def _write(self, log: MetricsWriter | None, record: dict[str, Any]) -> None:
+        if log is not None:  # the first process has one
+            log.write(self.state.step, {"seconds": self._clock(), **record})
+
+    def _progress_bar(self) -> Any:
+        from tqdm import tqdm
+
+        # Shown to a person at a terminal only; the log is metrics.jsonl.
+        hidden = None if self.processes.main else True
+        steps = self.recipe.train.steps
+        return tqdm(total=steps, initial=self.state.step, disable=hidden, unit="step", dynamic_ncols=True)
 
 
 @torch.no_grad()
@@ -283,7 +319,7 @@ def evaluate(
     window: StatsWindow | None = None,
     most: int | None = None,
 ) -> dict[str, float]:
-    """Metrics of a model on a split.
+    """Metrics of a model on a split; of all processes together, if there are several.
 
     Args:
         task: What to measure.
@@ -295,38 +331,19 @@ def evaluate(
         most: Batches to look at; None for all.
     """
     if split not in splits.held_out:
-        raise ValueError(f"unknown split {split!r}. Known: {', '.join(sorted(splits.held_out))}.")
+        raise unknown_name("split", split, splits.held_out)
     metrics, carry = task.metrics().to(device), None
     for index, batch in enumerate(splits.held_out[split]()):
         if most is not None and index >= most:
             break
+        if not batch.rows.count:  # a small batch may leave nothing for some processes
+            continue
         with solutions_of(model) as solutions:
             carry = task.evaluation_step(model, batch.to(device), carry, metrics)
         for solution, used in solutions:
             if window is not None:
                 window.add(solution.stats, used.stop)
     return task.report({name: float(value) for name, value in metrics.compute().items()})
-
-
-class _Silent:
-    """The log of a process that is not the first."""
-
-    def write(self, step: int, record: dict[str, Any]) -> None:
-        """Leave it to the first process."""
-
-
-def _headline(record: dict[str, Any]) -> dict[str, str]:
-    """What a progress bar shows of a training record."""
-    forward = record["forward"]
-    shown = {"loss": f"{record['loss']:.4g}"}
-    if forward:
-        shown |= {"nfe": f"{forward['nfe']:.0f}", "residual": f"{forward['residual_p95']:.0e}"}
-    return shown
-
-
-def _key(seed: int, step: int, rank: int) -> int:
-    """A seed of its own for every step and process."""
-    return (seed * 1_000_003 + step) * 4_099 + rank
 
 
 def _write_json(path: Path, values: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from equipoise._errors import require_count, require_number, unknown_name
@@ -265,6 +266,55 @@ class GradientGuard:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state."""
         self.skipped, self.skipped_in_a_row = int(state["skipped"]), int(state["skipped_in_a_row"])
+
+
+class Stepper:
+    """An optimiser with its guards: loss scaling for float16, clipping, refusal of gradients that are not finite.
+
+    Attributes:
+        optimizer: Makes the steps.
+        guard: Looks at the gradients, unscaled, before them.
+        scaler: Scales the loss; None without float16.
+    """
+
+    def __init__(self, optimizer: Optimizer, guard: GradientGuard, scaler: GradScaler | None = None) -> None:
+        self.optimizer, self.guard, self.scaler = optimizer, guard, scaler
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a loss, scaled, to that of the parameters."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self, model: nn.Module, factor: float) -> bool:
+        """Make a step with a learning rate times `factor`, unless it is refused; gradients are gone afterwards."""
+        set_learning_rate(self.optimizer, factor)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        accepted = self.guard.check(model)
+        if accepted and self.scaler is None:
+            self.optimizer.step()
+        elif accepted and self.scaler is not None:
+            self.scaler.step(self.optimizer)
+        if self.scaler is not None:
+            self.scaler.update()  # after a refusal too: it lowers the scale
+        self.optimizer.zero_grad()
+        return accepted
+
+    def metrics(self) -> dict[str, float | int]:
+        """What belongs in the log."""
+        scale = {} if self.scaler is None else {"loss_scale": self.scaler.get_scale()}
+        return {"lr": self.optimizer.param_groups[0]["lr"], **self.guard.metrics(), **scale}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to continue."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"optimizer": self.optimizer.state_dict(), "guard": self.guard.state_dict(), "scaler": scaler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.guard.load_state_dict(state["guard"])
+        if self.scaler is not None and state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def _whole(value: Any) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from equipoise._errors import require_count
+from equipoise._errors import require_count, require_number
 from equipoise._module import DEQ, Plan
 from equipoise._stop import Stop
 from equipoise.adjoints import Adjoint
@@ -16,7 +16,7 @@ from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
 from equipoise.train.config import ConfigError, Source, Table, read_toml, to_data, with_overrides
 from equipoise.train.optim import AdamW, Averaging, Clip, Optimiser
-from equipoise.train.schedule import Cosine, Jitter, LearningRate, Penalty, PlanSchedule, Warmup
+from equipoise.train.schedule import Cosine, Jitter, LearningRate, Penalty, PlanSchedule, Plateau, Warmup
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,17 @@ class Evaluation:
     Attributes:
         solver: Forward solver.
         stop: When it ends.
+        budgets: Step budgets at which the last evaluation is repeated: a metric that changes with them is not that of
+            an equilibrium.
     """
 
     solver: Solver | None = None
     stop: Stop | None = None
+    budgets: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for budget in self.budgets:
+            require_count("evaluation", "budgets", budget)
 
 
 @dataclass(frozen=True)
@@ -38,6 +45,9 @@ class Training:
 
     Attributes:
         steps: Optimiser steps.
+        minutes: Wall time after which the run ends as after its last step, resumed parts counted; None for no limit.
+            The learning rate is planned for `steps` all the same.
+        accumulation: Shares into which a process splits its part of each batch, done one after another to save memory.
         seed: Key of everything random.
         log_every: Steps between lines of the log.
         evaluate_every: Steps between evaluations on the validation split.
@@ -48,10 +58,15 @@ class Training:
         optimiser: The update rule.
         learning_rate: Its factor over the run.
         clip: What is done to gradients first.
+        plateau: Lowers the learning rate when the validation score stops falling, and starts an average that waits for
+            that; None for neither.
         averaging: Average of the weights for evaluation; None for none.
+        tensorboard: Whether to write the log for tensorboard too.
     """
 
     steps: int = 1000
+    minutes: float | None = None
+    accumulation: int = 1
     seed: int = 0
     log_every: int = 50
     evaluate_every: int = 500
@@ -62,11 +77,17 @@ class Training:
     optimiser: Optimiser = AdamW()
     learning_rate: LearningRate = Cosine()
     clip: Clip = Clip()
+    plateau: Plateau | None = None
     averaging: Averaging | None = None
+    tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("steps", "log_every", "evaluate_every", "save_every", "keep"):
+        for name in ("steps", "accumulation", "log_every", "evaluate_every", "save_every", "keep"):
             require_count("train", name, getattr(self, name))
+        if self.minutes is not None:
+            require_number("train", "minutes", self.minutes, low=0.0, open_low=True)
+        if self.averaging is not None and self.averaging.start is None and self.plateau is None:
+            raise ValueError("train: averaging without a start begins on a plateau; give train.plateau, or a start.")
         if self.threads is not None:
             require_count("train", "threads", self.threads)
 
@@ -115,7 +136,10 @@ class Recipe:
         """A recipe from plain settings."""
         if "source" in table.values:
             raise ConfigError(f"{table.source.name}: unknown key 'source'.")
-        recipe = dataclasses.replace(table.build(cls), source=table.source)
+        recipe = table.build(cls)
+        # Settings of a model have no declared types here; "none" means the same as in typed sections.
+        model = {key: None if value == "none" else value for key, value in recipe.model.items()}
+        recipe = dataclasses.replace(recipe, model=model, source=table.source)
         for section, known in (("task", TASKS), ("model", None)):
             name = getattr(recipe, section).get("name")
             if not isinstance(name, str):
@@ -147,12 +171,11 @@ class Recipe:
 
     def schedule(self, model: nn.Module) -> PlanSchedule | None:
         """Plans over the run, or None for a model without equilibria."""
-        own = next((module.plan for module in model.modules() if isinstance(module, DEQ)), None)
-        if own is None:
+        deq = next((module for module in model.modules() if isinstance(module, DEQ)), None)
+        if deq is None:
             return None
+        own, solver, stop = deq.plan, self.evaluation.solver, self.evaluation.stop
         plan = Plan(self.solver or own.solver, self.adjoint or own.adjoint, self.stop or own.stop)
-        differs = self.evaluation.solver is not None or self.evaluation.stop is not None
-        evaluation = Plan(self.evaluation.solver or plan.solver, plan.adjoint, self.evaluation.stop or plan.stop)
-        return PlanSchedule(
-            plan, evaluation if differs else None, self.warmup, self.jitter, self.penalty, self.train.seed
-        )
+        base = deq.eval_plan or plan
+        evaluation = Plan(solver or base.solver, plan.adjoint, stop or base.stop)
+        return PlanSchedule(plan, evaluation, self.warmup, self.jitter, self.penalty, self.train.seed)

@@ -28,6 +28,11 @@ def keyed_uniform(seed: int, purpose: str, step: int) -> float:
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
+def step_seed(seed: int, step: int) -> int:
+    """The seed of all draws of a step, the same for all rows of its batch: see `equipoise._draws`."""
+    return (seed * 1_000_003 + step) * 4_099
+
+
 @dataclass(frozen=True)
 class Warmup:
     """Train a shallow weight-tied stack first, by ordinary backpropagation.
@@ -139,6 +144,12 @@ class StepPlan:
     eval_plan: Plan
     penalty_weight: float = 0.0
     penalty_probes: int = 1
+
+    def with_budget(self, steps: int) -> "StepPlan":
+        """The same, evaluations ending after so many steps."""
+        stop = self.eval_plan.stop
+        stop = dataclasses.replace(stop, max_steps=steps, check_every=min(stop.check_every, steps))
+        return dataclasses.replace(self, eval_plan=self.eval_plan.replace(stop=stop))
 
     def apply(self, model: nn.Module) -> None:
         """Set the plans of every DEQ in `model`."""

@@ -5,7 +5,8 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
@@ -181,6 +182,40 @@ def _numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield f"{prefix}{key}", _NONFINITE[value]
 
 
+class Pace:
+    """How fast training goes since the last record; call `restart` after anything else, an evaluation for example.
+
+    Attributes:
+        steps: Made since then.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count anew."""
+        self._since = time.perf_counter()
+        self.steps, self._items, self._unit = 0, 0, ""
+
+    def add_items(self, count: int, unit: str) -> None:
+        """Take in what a batch held."""
+        self._items, self._unit = self._items + count, unit
+
+    def rates(self, gather: Callable[[Any], list[Any]]) -> dict[str, float]:
+        """Seconds per step, and things per second in all processes together; counts anew.
+
+        Args:
+            gather: Gives the value of every process for that of this one.
+        """
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        rates = {"seconds_per_step": seconds / max(1, self.steps)}
+        for count, unit in gather((self._items, self._unit)):
+            if unit:
+                rates[f"{unit}_per_second"] = rates.get(f"{unit}_per_second", 0.0) + count / seconds
+        self.restart()
+        return rates
+
+
 class StatsWindow:
     """Gathers statistics of solves between two log lines, and reads them on the host once, when asked.
 
@@ -205,7 +240,8 @@ class StatsWindow:
     def state_dict(self) -> list[dict[str, Any]]:
         """What was added since the last summary, as plain values: a resumed run reports as an uninterrupted one."""
         return [
-            {"status": s.status, "residual": s.residual, "steps": s.steps, "nfe": s.nfe, "fixed_budget": fixed}
+            {"status": s.status.cpu(), "residual": s.residual.cpu(), "steps": s.steps.cpu(), "nfe": s.nfe}
+            | {"fixed_budget": fixed}
             for s, fixed in self._items
         ]
 
@@ -213,18 +249,21 @@ class StatsWindow:
         """Continue from a saved state."""
         self._items = [(Stats(s["status"], s["residual"], s["steps"], s["nfe"]), s["fixed_budget"]) for s in state]
 
-    def summary(self) -> dict[str, Any]:
-        """Solves, systems, mean nfe per solve, quantiles, failures by kind; empty without solves. Starts anew."""
+    def summary(self, gather: Callable[[Any], list[Any]] | None = None) -> dict[str, Any]:
+        """Solves, systems, mean nfe per solve, quantiles, failures by kind; empty without solves. Starts anew.
+
+        Args:
+            gather: Gives the value of every process for that of this one, so that the summary is of all of them.
+        """
         items, self._items = self._items, []
-        if not items:
+        parts = [(_read(items), [stats.nfe for stats, _ in items])]
+        if gather is not None:
+            parts = gather(parts[0])
+        packed, nfe = torch.cat([part for part, _ in parts], dim=1), [n for _, part in parts for n in part]
+        if not nfe:
             return {}
-        packed = torch.cat([_packed(stats, fixed) for stats, fixed in items], dim=1).cpu()
         steps, residual, status, excused = packed  # (systems,) each
-        summary: dict[str, Any] = {
-            "solves": len(items),
-            "systems": packed.shape[1],
-            "nfe": sum(stats.nfe for stats, _ in items) / len(items),
-        }
+        summary: dict[str, Any] = {"solves": len(nfe), "systems": packed.shape[1], "nfe": sum(nfe) / len(nfe)}
         if packed.shape[1] == 0:
             return {**summary, "failures": 0}
         for name, values in (("steps", steps), ("residual", residual)):
@@ -236,11 +275,28 @@ class StatsWindow:
         return summary
 
 
+def headline(record: Mapping[str, Any]) -> dict[str, str]:
+    """What a progress bar shows of a training record."""
+    shown = {"loss": f"{record['loss']:.4g}"}
+    shown |= {f"{key.split('_')[0]}/s": f"{value:,.0f}" for key, value in record.items() if key.endswith("_per_second")}
+    if forward := record["forward"]:
+        shown |= {"nfe": f"{forward['nfe']:.0f}", "residual": f"{forward['residual_p95']:.0e}"}
+    return shown
+
+
 def summarise_stats(stats: Stats, stop: Stop | None = None) -> dict[str, Any]:
     """The summary of one solve; see `StatsWindow.summary`."""
     window = StatsWindow()
     window.add(stats, stop)
     return window.summary()
+
+
+def _read(items: list[tuple[Stats, bool]]) -> Tensor:
+    """(4, systems) on the host, by one copy from the device; items of a resumed run are on the host already."""
+    parts = [_packed(stats, fixed) for stats, fixed in items]
+    here = [torch.empty(4, 0), *(part for part in parts if part.device.type == "cpu")]
+    there = [part for part in parts if part.device.type != "cpu"]
+    return torch.cat([*here, torch.cat(there, dim=1).cpu()] if there else here, dim=1)
 
 
 def _packed(stats: Stats, fixed_budget: bool) -> Tensor:

@@ -13,131 +13,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from equipoise.adjoints import ADJOINTS
 from equipoise.cli import main as cli
-from equipoise.models import MODELS
-from equipoise.solvers import SOLVERS
 from equipoise.tasks import CopyMemoryTask
 from equipoise.train.checkpoint import load_checkpoint
 from equipoise.train.tracking import read_metrics
-from tests.runs import write_corpus
+from tests.cli.program import invoke, one_line
 
 ROOT = Path(__file__).parents[2]
-
-COPY = """
-[task]
-name = "copy_memory"
-length = 5
-train_size = 64
-test_size = 16
-batch_size = 8
-
-[model]
-name = "deq_transformer_copy_memory"
-d_model = 16
-heads = 2
-d_inner = 24
-
-[stop]
-rtol = 1e-3
-max_steps = 6
-
-[adjoint]
-name = "implicit"
-stop = { rtol = 0.0, max_steps = 5 }
-
-[train]
-steps = 4
-log_every = 2
-evaluate_every = 4
-save_every = 2
-threads = 1
-"""
-TEXT = (
-    COPY[COPY.index("[stop]") :]
-    + """
-[task]
-name = "language_model"
-corpus = "mine"
-tokens = "character"
-batch_size = 4
-length = 8
-eval_batch_size = 4
-
-[model]
-name = "deq_transformer_small"
-d_model = 16
-heads = 2
-d_inner = 24
-memory_length = 64
-"""
-)
-
-
-@pytest.fixture
-def copy_recipe(tmp_path):
-    path = tmp_path / "copy.toml"
-    path.write_text(COPY)
-    return path
-
-
-@pytest.fixture(scope="module")
-def copy_run(tmp_path_factory):
-    """A finished run; not to be changed."""
-    return _train(tmp_path_factory.mktemp("copy"), COPY)
-
-
-@pytest.fixture(scope="module")
-def text_run(tmp_path_factory):
-    """A finished run of a language model; not to be changed."""
-    folder = tmp_path_factory.mktemp("text")
-    write_corpus(folder / "mine")
-    return _train(folder, TEXT, "--data-dir", str(folder))
-
-
-def _train(folder, text, *options):
-    (folder / "recipe.toml").write_text(text)
-    result = invoke("train", str(folder / "recipe.toml"), "--out", str(folder / "run"), *options)
-    assert result.exit_code == 0, result.output
-    return folder / "run"
-
-
-def invoke(*arguments):
-    """Run a command; what it raises is raised."""
-    return CliRunner().invoke(cli.app, [str(argument) for argument in arguments], catch_exceptions=False)
-
-
-@pytest.fixture
-def run_main(monkeypatch, capsys):
-    """A function that runs the program as a shell would: exit code, output, error output."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["equipoise", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said = capsys.readouterr()
-        return ended.value.code or 0, said.out, said.err
-
-    return run
-
-
-def one_line(error):
-    """The line that a refusal consists of."""
-    assert error.startswith("equipoise: ")
-    assert error.count("\n") == 1
-    assert "Traceback" not in error
-    return error
-
 
 # Help
 
 
 COMMANDS = {
     "train": ("RECIPE", "--out", "--set", "--resume", "--data-dir", "--json"),
-    "evaluate": ("RUN", "--split", "--steps", "--data-dir", "--json"),
-    "generate": ("RUN", "--prompt", "--length", "--temperature", "--top-k", "--top-p", "--seed", "--json"),
+    "evaluate": ("RUN", "--split", "--steps", "--sweep", "--solver", "--which", "--data-dir", "--json"),
+    "generate": ("RUN", "--prompt", "--length", "--temperature", "--top-k", "--top-p", "--seed", "--samples", "--json"),
+    "inspect": ("RUN", "--split", "--batches", "--depths", "--which", "--data-dir", "--json"),
+    "plot": ("FIGURE", "RUN", "--out", "--json"),
+    "data": ("CORPUS", "--tokens", "--data-dir", "--json"),
     "list": ("KIND", "PATTERN", "--json"),
 }
 
@@ -155,6 +49,24 @@ def test_help_of_a_command_names_its_options(command):
     assert result.exit_code == 0
     for option in COMMANDS[command]:
         assert option.lower() in result.output.lower()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples_and_exit_codes(command):
+    shown = invoke(command, "--help").output
+    assert re.search(rf"^  Examples:\n    equipoise {command}\b", shown, re.MULTILINE)
+    codes = re.findall(r"\b(0|1|2|130) [a-z]", shown[shown.index("Exit codes:") :])
+    assert codes == ["0", "1", "2", "130"]
+
+
+def test_examples_name_options_that_exist():
+    for command in COMMANDS:
+        shown = invoke(command, "--help").output
+        examples = re.findall(r"^    equipoise (\S+)(.*)$", shown, re.MULTILINE)
+        assert examples
+        for named, arguments in examples:
+            known = set(re.findall(r"--[a-z-]+", invoke(named, "--help").output))
+            assert set(re.findall(r"--[a-z-]+", arguments)) <= known
 
 
 def test_no_command_shows_help(run_main):
@@ -318,130 +230,6 @@ def test_a_wrong_command_line_ends_with_2(run_main, arguments):
     assert "Usage" in error or "Error" in error
 
 
-# Evaluation
-
-
-def test_a_run_is_scored(copy_run):
-    record = json.loads(invoke("evaluate", copy_run, "--json").stdout)
-    logged = [r["valid"] for r in read_metrics(copy_run / "metrics.jsonl") if "valid" in r][-1]
-    assert (record["run"], record["split"]) == (str(copy_run), "valid")
-    assert record["results"][0]["loss"] == pytest.approx(logged["loss"], rel=1e-6)
-    other = json.loads(invoke("evaluate", copy_run, "--split", "test", "--json").stdout)
-    assert other["results"][0]["loss"] != record["results"][0]["loss"]
-
-
-def test_budgets_are_compared(copy_run):
-    results = json.loads(invoke("evaluate", copy_run, "--steps", 1, "--steps", 20, "--json").stdout)["results"]
-    assert [result["steps"] for result in results] == [1, 20]
-    assert results[0]["solve"]["steps_p95"] == 1
-    shown = invoke("evaluate", copy_run, "--steps", 1, "--steps", 20).stdout
-    assert shown.count("loss: ") == 2
-    assert "steps: 1\n" in shown
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(("--split", "tset"), "unknown split 'tset'"), (("--steps", "0"), "max_steps must be an integer of at least 1")],
-)
-def test_a_wrong_evaluation_ends_with_one_line(copy_run, run_main, options, words):
-    code, _, error = run_main("evaluate", copy_run, *options)
-    assert code == 2
-    assert words in one_line(error)
-
-
-def test_what_is_no_run_is_refused(tmp_path, run_main):
-    for command in ("evaluate", "generate"):
-        code, _, error = run_main(command, tmp_path)
-        assert code == 2
-        assert "neither a checkpoint nor a run" in one_line(error)
-
-
-def test_a_damaged_checkpoint_is_refused(copy_run, tmp_path, run_main):
-    out = shutil.copytree(copy_run, tmp_path / "run")
-    for path in out.rglob("model.safetensors"):
-        path.write_bytes(path.read_bytes()[:100])
-    code, _, error = run_main("evaluate", out)
-    assert code == 2
-    assert "cannot be read" in one_line(error)
-
-
-# Generation
-
-
-def test_text_is_generated(text_run):
-    text = invoke("generate", text_run, "--prompt", "a bad", "--length", 12, "--seed", 1).stdout
-    assert text.startswith("a bad")
-    assert len(text) == len("a bad") + 12 + 1
-    assert text.endswith("\n")
-    record = json.loads(invoke("generate", text_run, "--prompt", "a bad", "--length", 12, "--seed", 1, "--json").stdout)
-    assert record == {"run": str(text_run), "prompt": "a bad", "text": text[:-1]}
-
-
-def test_text_is_shown_as_it_comes(text_run, monkeypatch):
-    pieces = []
-    monkeypatch.setattr("builtins.print", lambda *words, **options: pieces.append((words, options)))
-    invoke("generate", text_run, "--prompt", "hi", "--length", 3)
-    assert len(pieces) == 5  # the prompt, three characters, the end of the line
-    assert pieces[0] == (("hi",), {"end": "", "flush": True})
-    assert all(options["flush"] for _, options in pieces[:-1])
-
-
-def test_options_of_sampling_are_used(text_run):
-    def text(*options):
-        return invoke("generate", text_run, "--prompt", "a", "--length", 20, *options).stdout
-
-    greedy = text("--temperature", 0)
-    assert greedy == text("--top-k", 1) == text("--top-p", 1e-6) == text("--temperature", 0, "--seed", 9)
-    assert text("--seed", 1) != text("--seed", 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--temperature", "-1"), "temperature must be a number"),
-        (("--top-k", "0"), "top_k must be an integer of at least 1"),
-        (("--top-p", "1.5"), "top_p must be a number"),
-        (("--length", "-1"), "length"),
-        (("--prompt", "Z"), "'Z' is not among"),
-    ],
-)
-def test_a_wrong_generation_ends_with_one_line(text_run, run_main, options, words):
-    code, _, error = run_main("generate", text_run, *options)
-    assert code == 2
-    assert words in error
-    if "Usage" not in error:
-        one_line(error)
-
-
-def test_only_language_models_generate(copy_run, run_main):
-    code, _, error = run_main("generate", copy_run)
-    assert code == 2
-    assert "not the run of a language model" in one_line(error)
-
-
-# Names
-
-
-def test_everything_that_can_be_named_is_listed():
-    record = json.loads(invoke("list", "--json").stdout)
-    assert set(record) == {"models", "tasks", "solvers", "adjoints", "corpora"}
-    assert record["models"] == sorted(MODELS)
-    assert record["tasks"] == ["copy_memory", "language_model"]
-    assert (record["solvers"], record["adjoints"]) == (sorted(SOLVERS), sorted(ADJOINTS))
-    assert {"embedded", "ptb"} <= set(record["corpora"])
-
-
-def test_one_kind_and_a_pattern(run_main):
-    record = json.loads(invoke("list", "models", "deq_trellisnet*", "--json").stdout)
-    assert record == {"models": [name for name in sorted(MODELS) if name.startswith("deq_trellisnet")]}
-    code, out, _ = run_main("list", "tasks")
-    assert code == 0
-    assert out == "tasks:\n  copy_memory\n  language_model\n"
-    code, _, error = run_main("list", "modles")
-    assert code == 2
-    assert "did you mean 'models'" in one_line(error)
-
-
 # As a program of its own
 
 
@@ -501,8 +289,37 @@ def test_the_program_runs_without_the_training_extra():
     assert done.stderr == "the command needs the extra [train]: pip install 'equipoise[train]'\n"
 
 
+@pytest.mark.slow
 def test_importing_the_command_does_not_import_training():
-    """Help and completion must be quick: heavy packages are imported by the commands that need them."""
-    text = Path(cli.__file__).read_text()
-    head = text[: text.index("@app.command()")]
-    assert not re.search(r"^(from|import) (equipoise|torch|accelerate)", head, re.MULTILINE)
+    """Help must be quick: heavy packages are imported by the commands that need them."""
+    heavy = ("accelerate", "torchmetrics", "matplotlib", "safetensors", "equipoise.train", "equipoise.models")
+    code = f"import sys, equipoise.cli.main; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n"
+
+
+def test_a_package_that_is_missing_is_named(copy_run, run_main, monkeypatch):
+    def missing(*arguments, **options):
+        raise ModuleNotFoundError("No module named 'torchmetrics'", name="torchmetrics")
+
+    monkeypatch.setattr("equipoise.train.evaluate.score_run", missing)
+    code, _, error = run_main("evaluate", copy_run)
+    assert code == 2
+    assert "needs the package torchmetrics: pip install 'equipoise[train]'" in one_line(error)
+
+
+def test_ctrl_c_ends_with_130(copy_run, run_main, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("equipoise.train.evaluate.score_run", interrupted)
+    assert run_main("evaluate", copy_run)[0] == 130
+
+
+def test_errors_of_several_lines_become_one(copy_run, run_main, monkeypatch):
+    def failed(*arguments, **options):
+        raise ValueError("one\n  two")
+
+    monkeypatch.setattr("equipoise.train.evaluate.score_run", failed)
+    code, _, error = run_main("evaluate", copy_run)
+    assert (code, error) == (2, "equipoise: one two\n")

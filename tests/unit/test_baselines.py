@@ -1,11 +1,13 @@
 """The explicit baselines: sizes, causality, memory, and each network against one written out by hand."""
 
+import copy
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from equipoise._draws import Rows, rows_of
 from equipoise.models.baselines import (
     TCN,
     RecurrentConfig,
@@ -126,10 +128,108 @@ def test_dropout_acts_in_training_only():
         assert torch.equal(model(text()).logits, model(text()).logits)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_dropout_of_a_row_does_not_depend_on_how_the_batch_is_split(name):
+    """As several processes see it: each has some of the rows, all start from one seed."""
+    extra = {"attention_dropout": 0.3} if name == "transformer_xl" else {"dropout_in": 0.3}
+    extra |= {"weight_drop": 0.3, "dropout_hidden": 0.3} if name in ("lstm", "lstm_tied", "gru") else {}
+    model = MODELS[name](dropout=0.3, **extra).double()
+    tokens, memory = text(4), model.eval()(text(4, seed=1)).memory
+    model.train()
+    torch.manual_seed(2)
+    whole, state = model(tokens, memory=memory).logits, torch.get_rng_state()
+    for rows in (Rows(0, 1, 4), Rows(1, 4, 4)):
+        mine = slice(rows.start, rows.stop)
+        kept = memory[mine] if isinstance(memory, torch.Tensor) else [part[mine] for part in memory]
+        torch.manual_seed(2)
+        with rows_of(rows):
+            part = model(tokens[mine], memory=kept).logits
+        assert relative_error(part, whole[mine]) <= 1e-12
+        assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_memory_of_another_batch_size_is_refused(model):
     memory = model(text(3)).memory
     with pytest.raises(ValueError, match=r"memory holds 3 streams, tokens hold 2"):
         model(text(2), memory=memory)
+
+
+# Dropped weights
+
+
+def dropped(cell, **changes):
+    torch.manual_seed(0)
+    sizes = {"widths": (5, 4), "embedding_size": 3, "weight_drop": 0.4, **changes}
+    return RecurrentLM(RecurrentConfig(VOCABULARY, cell, **sizes)).double()
+
+
+ON_CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+@pytest.mark.parametrize("carried", [False, True])
+@pytest.mark.parametrize("device", ["cpu", ON_CUDA])
+def test_dropped_weights_equal_a_plain_network_with_those_weights(cell, carried, device):
+    """Value, memory and gradient: the same masks, drawn layer by layer, put into a network that drops nothing."""
+    model, plain = dropped(cell).to(device), dropped(cell, weight_drop=0.0).to(device)
+    tokens, targets = text().to(device), text(seed=1).to(device)
+    memory = model.eval()(targets).memory if carried else None
+    torch.manual_seed(5)
+    got = model.train()(tokens, targets, memory)
+    got.loss.backward()
+    torch.manual_seed(5)
+    masks = [F.dropout(torch.ones_like(layer.weight_hh_l0), 0.4) for layer in plain.layers]
+    with torch.no_grad():
+        for layer, mask in zip(plain.layers, masks, strict=True):
+            assert 0 < int((mask == 0).sum()) < mask.numel()
+            layer.weight_hh_l0.mul_(mask)
+    want = plain(tokens, targets, memory)
+    want.loss.backward()
+    assert relative_error(got.losses, want.losses) <= 1e-13
+    for mine, true in zip(got.memory, want.memory, strict=True):
+        assert relative_error(mine, true) <= 1e-13
+    for layer, mask in zip(plain.layers, masks, strict=True):
+        layer.weight_hh_l0.grad.mul_(mask)
+    for (name, mine), true in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert relative_error(mine.grad, true.grad) <= 1e-12, name
+
+
+@pytest.mark.parametrize("cell", ["lstm", "gru"])
+def test_weights_are_dropped_in_training_only_and_leave_the_model_as_it_was(cell):
+    model, plain = dropped(cell), dropped(cell, weight_drop=0.0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    first, second = model(text()).logits, model(text()).logits
+    assert relative_error(first, second) > 1e-3  # one draw per forward
+    assert list(before) == list(plain.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+    assert torch.equal(model.eval()(text()).logits, plain.eval()(text()).logits)
+    twin = copy.deepcopy(model.train())
+    torch.manual_seed(1)
+    want = model(text()).logits
+    torch.manual_seed(1)
+    assert torch.equal(twin(text()).logits, want)
+
+
+def test_one_mask_serves_all_steps_of_a_segment():
+    """A GRU in which all weights but those of h in the new gate are 0, written out with the mask of the forward."""
+    model = dropped("gru", widths=(4,), weight_drop=0.5)
+    layer, seen = model.layers[0], []
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.zero_()
+        layer.weight_hh_l0[8:].fill_(1.0)  # of the new gate only: n = tanh(r · W h) with r = z = 1/2
+    h = torch.full((1, 4), 0.5, dtype=torch.float64)
+    torch.manual_seed(9)
+    mask = F.dropout(torch.ones(12, 4, dtype=torch.float64), 0.5)[8:]
+    torch.manual_seed(9)
+    output = model(text(1, 6), memory=(h,))
+    for _ in range(6):
+        h = 0.5 * torch.tanh(0.5 * h @ mask.mT) + 0.5 * h
+        seen.append(h)
+    assert relative_error(output.hidden, torch.stack(seen, dim=1)) <= 1e-13
 
 
 # Each network by hand
@@ -241,12 +341,28 @@ def test_transformer_xl_memory_is_limited():
     assert TransformerXL(TransformerXLConfig(VOCABULARY, 8, 2, 12, 1, memory_length=0))(text()).memory is None
 
 
+@pytest.mark.parametrize("name", ["tcn", "transformer_xl"])
+def test_memory_length_may_change(name):
+    model = MODELS[name]().double().eval()
+    whole = model(text()).logits
+    model.memory_length = 0
+    assert model(text()).memory is None
+    model.memory_length = 4
+    memory = model(text()[:, :6]).memory
+    parts = [memory] if name == "tcn" else memory
+    assert {part.shape[1] for part in parts} == {4}
+    model.memory_length = 64
+    output = model(text()[:, :6])
+    assert relative_error(model(text()[:, 6:], memory=output.memory).logits, whole[:, 6:]) <= 1e-12
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("lstm_ptb_small", {"cell": "lsmt"}, r"unknown recurrent cell 'lsmt'; did you mean 'lstm'"),
         ("lstm_ptb_small", {"widths": ()}, r"widths must name at least one layer"),
         ("lstm_ptb_small", {"widths": (100,)}, r"tied=True needs embedding_size equal to .* 100; got 200"),
+        ("lstm_ptb_small", {"weight_drop": 1.0}, r"weight_drop must be a number in \[0, 1\), got 1.0"),
         ("lstm_ptb_small", {"drop": 0.1}, r"unknown setting of RecurrentConfig 'drop'; did you mean 'dropout'"),
         ("tcn_copy_memory", {"levels": 0}, r"levels must be an integer of at least 1, got 0"),
         ("transformer_xl_ptb_small", {"heads": 3}, r"a multiple of heads=3, got 128"),

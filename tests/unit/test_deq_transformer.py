@@ -9,6 +9,8 @@ import torch
 from torch.nn.functional import layer_norm
 
 from equipoise import Implicit, Phantom, Picard, Plan, Reversible, Stop, Unroll, jacobian_penalty, override
+from equipoise._draws import Rows, rows_of
+from equipoise._scope import SolveScope
 from equipoise.models.deq_transformer import (
     WT103_VOCABULARY,
     DEQTransformer,
@@ -217,6 +219,102 @@ def test_memory_enters_the_gradient_of_the_weights():
     assert relative_error(got, want) <= 1e-8
 
 
+# Chunks
+
+CHUNK_VARIANTS = {
+    **VARIANTS,
+    "dropout": {"dropout": 0.3},
+    "all_dropouts": {"dropout": 0.3, "attention_dropout": 0.3, "pre_norm": True},
+    "attention_dropout_pieces": {"attention_dropout": 0.3, "dropout": 0.1, "ffn_chunks": 3},
+}
+
+
+@pytest.mark.parametrize(("name", "chunk"), [*((name, 3) for name in CHUNK_VARIANTS), ("all_dropouts", 1)])
+def test_chunks_equal_the_one_shot_solve_in_value_and_gradient(name, chunk):
+    """With memory, and with the masks of the whole segment: drawn in the same order, in the same shapes."""
+    results = []
+    for size in (None, chunk):
+        model = build(**CHUNK_VARIANTS[name], memory_length=6, chunk_size=size)
+        memory = model.eval()(STREAM[:, :4]).memory
+        torch.manual_seed(11)
+        output = model.train()(STREAM[:, 4:12], STREAM[:, 5:13], memory)
+        grads = torch.autograd.grad(output.loss, list(model.parameters()))
+        results.append((output, dict(zip(dict(model.named_parameters()), grads, strict=True))))
+    (one, true), (many, mine) = results
+    assert relative_error(many.losses, one.losses) <= 1e-10
+    assert relative_error(many.solution.value, one.solution.value) <= 1e-10
+    for kept, wanted in zip(many.memory, one.memory, strict=True):
+        assert relative_error(kept, wanted) <= 1e-10
+    for key, want in true.items():
+        assert float((mine[key] - want).norm()) <= 1e-8 * (float(want.norm()) + 1e-3), key
+    stats = many.solution.stats
+    assert all_converged(stats)
+    assert stats.residual.shape == (3,)
+    assert stats.nfe > one.solution.stats.nfe
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_dropout_of_a_row_does_not_depend_on_how_the_batch_is_split(chunk):
+    model = build(dropout=0.3, attention_dropout=0.3, memory_length=4, chunk_size=chunk)
+    memory = model.eval()(STREAM[:, :4]).memory
+    model.train()
+    torch.manual_seed(2)
+    whole = model(TOKENS, TARGETS, memory).losses
+    for rows in (Rows(0, 2, 3), Rows(2, 3, 3)):
+        mine = slice(rows.start, rows.stop)
+        torch.manual_seed(2)
+        with rows_of(rows):
+            part = model(TOKENS[mine], TARGETS[mine], (memory[0][mine], memory[1][mine])).losses
+        assert relative_error(part, whole[mine]) <= 1e-10
+
+
+@pytest.mark.parametrize("past", [0, 4])
+def test_gradients_cross_from_chunk_to_chunk(past):
+    """A loss on the last chunk alone reaches the words of the first, as in the one-shot solve."""
+    results = []
+    for size in (None, 3):
+        model = build(memory_length=6, chunk_size=size)
+        memory = model(STREAM[:, :past]).memory if past else None
+        words = []
+        handle = model.embedding.register_forward_hook(lambda m, arguments, out, words=words: words.append(out))
+        losses = model(TOKENS, TARGETS, memory).losses
+        handle.remove()
+        results.append(torch.autograd.grad(losses[:, 6].sum(), words[0])[0])
+    one, many = results
+    assert relative_error(many, one) <= 1e-8
+    assert bool((many.abs().amax(dim=(0, 2)) > 1e-6).all())
+
+
+def test_chunks_without_gradient_and_segments_shorter_than_a_chunk():
+    whole, model = build().eval(), build(chunk_size=4).eval()
+    with torch.no_grad():
+        assert relative_error(model(TOKENS).logits, whole(TOKENS).logits) <= 1e-10
+        assert torch.equal(model(TOKENS[:, :4]).logits, whole(TOKENS[:, :4]).logits)
+
+
+def test_chunks_report_the_worst_status():
+    model = build(plan=Plan(Picard(), Implicit(), Stop(rtol=1e-12, max_steps=2)), chunk_size=3)
+    solution = model(TOKENS).solution
+    assert not bool(solution.stats.ok.any())
+    assert float(solution.stats.residual.min()) > 1e-12
+    assert solution.stats.steps.tolist() == [6] * 3
+    with pytest.raises(ValueError, match="trace cannot be used with chunk_size=3"):
+        model(TOKENS, trace=True)
+
+
+def test_masks_of_attention_maps_are_rows_of_that_of_the_segment():
+    cell = build(attention_dropout=0.5).deq.cell
+    drop, whole = cell.attention.map_dropout, normal(2, 2, 6, 9, seed=1)
+    with SolveScope():
+        drop.reserve(whole)
+        full = drop(whole)
+        assert 0.3 < float((full == 0).double().mean()) < 0.7
+        assert torch.equal(drop(whole[:, :, :2, :5]), full[:, :, :2, :5])  # three positions of memory, two queries
+        assert torch.equal(drop(whole[:, :, 2:5, :8]), full[:, :, 2:5, :8])
+    drop.eval()
+    assert drop(whole) is whole
+
+
 # Twins
 
 
@@ -235,6 +333,12 @@ def test_the_explicit_twin_is_the_layer_applied_so_often(variant, depth):
     mine = torch.autograd.grad(output.loss, parameters, allow_unused=True, materialize_grads=True)
     true = torch.autograd.grad(losses.mean(), parameters, allow_unused=True, materialize_grads=True)
     assert relative_error(mine, true) <= 1e-12
+
+
+def test_the_twin_of_a_chunked_model_takes_a_segment_as_a_whole():
+    whole, model = build(), build(chunk_size=2)
+    assert torch.equal(model.explicit(3)(TOKENS).logits, whole.explicit(3)(TOKENS).logits)
+    assert model.config.chunk_size == 2
 
 
 def test_the_twin_shares_parameters_and_nothing_else():
@@ -487,6 +591,8 @@ def test_bad_settings_are_refused():
         DEQTransformerConfig(VOCAB, standard_residual=True)
     with pytest.raises(ValueError, match="ffn_chunks=600 exceeds d_inner=512"):
         DEQTransformerConfig(VOCAB, ffn_chunks=600)
+    with pytest.raises(ValueError, match="chunk_size must be an integer of at least 1, got 0"):
+        DEQTransformerConfig(VOCAB, chunk_size=0)
     with pytest.raises(ValueError, match="dropout must be a number in"):
         DEQTransformerConfig(VOCAB, dropout=1.0)
     with pytest.raises(TypeError, match="plan must be a Plan"):

@@ -39,7 +39,7 @@ def test_a_shipped_recipe_builds_its_task_model_and_schedule(path):
     given = Recipe.read(path)
     task = TASKS.find(given.task["name"])
     assert isinstance(given.task_config(), task.Config)
-    settings = {"vocab_size": 50, **given.model}  # language models get theirs from the corpus
+    settings = {"vocab_size": 300_000, **given.model}  # language models get theirs from the corpus
     with torch.device("meta"):
         model = create_model(settings.pop("name"), **settings)
     assert sum(p.numel() for p in model.parameters()) > 1000
@@ -100,6 +100,11 @@ def test_overrides_reach_every_section():
         ("train.steps=0", "steps must be an integer of at least 1, got 0"),
         ("train.steps=many", "expected an integer, got 'many'"),
         ("train.threads=0", "threads"),
+        ("train.accumulation=0", "accumulation must be an integer of at least 1"),
+        ("train.minutes=0", "minutes must be a number in (0, inf)"),
+        ("train.plateau.patience=0", "patience must be an integer of at least 1"),
+        ("train.averaging.start=none", "give train.plateau, or a start"),
+        ("evaluation.budgets=[4, 0]", "budgets must be an integer of at least 1, got 0"),
         ("task.batch_size=0", "batch_size must be an integer of at least 1"),
         ("source.name=x", "unknown key 'source'"),
     ],
@@ -153,6 +158,19 @@ def test_the_plan_of_evaluations_replaces_parts_of_that_of_training():
     step = given.schedule(given.make_task().model()).at(3)
     assert step.plan.stop == given.stop
     assert step.eval_plan == Plan(Anderson(), given.adjoint, Stop(rtol=1e-5, max_steps=40))
+
+
+def test_a_models_own_plan_of_evaluations_is_kept():
+    """Where the recipe says nothing of evaluations, whatever it says of training; what it gives replaces a part."""
+    trellis = {"name": "deq_trellisnet_small", "vocab_size": 9, "embedding_size": 4, "hidden_size": 4}
+    own = Plan(Broyden(), Implicit(), Stop(max_steps=77))
+    given = recipe({**COPY, "model": trellis})
+    model = create_model(**{**trellis, "eval_plan": own})
+    step = given.schedule(model).at(0)
+    assert step.plan.stop == given.stop
+    assert (step.eval_plan.solver, step.eval_plan.stop) == (own.solver, own.stop)
+    partly = recipe({**COPY, "model": trellis}, "evaluation.stop.max_steps=5").schedule(model).final().eval_plan
+    assert (partly.solver, partly.stop.max_steps) == (own.solver, 5)
 
 
 def test_a_model_without_equilibria_has_no_schedule():
@@ -228,6 +246,30 @@ def test_two_ranks_share_the_rows_of_one():
         assert torch.equal(torch.cat(halves), alone.train(position).inputs)
     seen = torch.cat([batch.indices for share in shares for batch in share.held_out["valid"]()])
     assert sorted(seen.tolist()) == list(range(16))
+
+
+@pytest.mark.parametrize("size", [7, 1])
+def test_shares_of_an_evaluation_may_be_uneven_or_empty(tmp_path, size):
+    """Three processes evaluate seven samples, or one, or as many streams: all of them, each once."""
+    given = recipe(COPY, f"task.test_size={size}")
+    shares = [given.make_task(rank=rank, world_size=2).data() for rank in (0, 1)]
+    counts = [sum(batch.rows.count for batch in share.held_out["valid"]()) for share in shares]
+    assert counts == [size - size // 2, size // 2]
+    text = text_recipe(tmp_path, f"task.eval_batch_size={size}", "task.batch_size=3")
+    streams = [list(text.make_task(rank=rank, world_size=3).data().held_out["valid"]()) for rank in range(3)]
+    alone = list(text.make_task().data().held_out["valid"]())
+    for index, batch in enumerate(alone):
+        parts = [stream[index] for stream in streams]
+        assert torch.equal(torch.cat([part.inputs for part in parts]), batch.inputs)
+        assert [part.rows.count for part in parts] == ([3, 2, 2] if size == 7 else [1, 0, 0])
+
+
+def test_tasks_say_what_their_batches_hold(tmp_path):
+    task = recipe(COPY).make_task()
+    assert task.items(task.data().train(0)) == (8 * 25, "tokens")
+    text = text_recipe(tmp_path).make_task()
+    assert text.items(text.data().train(0)) == (4 * 8, "tokens")
+    assert Task.items(text, text.data().train(0)) == (4, "samples")
 
 
 # Language models

@@ -402,6 +402,17 @@ def test_the_first_signal_is_a_flag_and_the_second_ends(number):
     assert stop.requested
 
 
+def test_a_signal_that_a_launcher_repeats_is_one(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a test")
+    with GracefulStop() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher tells its processes what the terminal has told them
+        assert stop.reason == "SIGINT"
+        monkeypatch.setattr(checkpoint, "REPEATED", 0.0)
+        with pytest.raises(KeyboardInterrupt, match="SIGTERM after SIGINT"):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def test_handlers_come_back_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
 

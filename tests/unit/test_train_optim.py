@@ -14,6 +14,7 @@ from equipoise.train import (
     Averaging,
     Clip,
     NonFiniteGradientError,
+    Stepper,
     WeightAverage,
     set_learning_rate,
 )
@@ -289,3 +290,72 @@ def test_average_of_tied_weights():
     with average.applied(model):
         torch.testing.assert_close(model.output.weight, before + 1.0)
         assert model.output.weight is model.embedding.weight
+
+
+def scaled_stepper(model, **settings):
+    """Plain descent with loss scaling, on the CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    return Stepper(
+        torch.optim.SGD([{"params": model.parameters(), "initial_lr": 1.0}]), Clip(**settings).start(), scaler
+    )
+
+
+def test_gradients_are_unscaled_before_they_are_clipped():
+    model = nn.Linear(3, 1)
+    before, x = model.weight.detach().clone(), torch.randn(5, 3)
+    stepper = scaled_stepper(model, max_norm=0.01)
+    stepper.backward(model(x).sum())
+    assert torch.allclose(model.weight.grad, 1024 * x.sum(0)[None])
+    assert stepper.step(model, factor=0.5)
+    norm = (x.sum(0).square().sum() + 25).sqrt()  # the bias counts 5
+    assert stepper.metrics() == {
+        "lr": 0.5,
+        "grad_norm": pytest.approx(float(norm), rel=1e-6),
+        "skipped": 0,
+        "skipped_in_a_row": 0,
+        "loss_scale": 1024.0,
+    }
+    assert torch.allclose(model.weight, before - 0.5 * 0.01 * x.sum(0) / norm, atol=1e-7)
+    assert model.weight.grad is None
+
+
+def test_an_overflow_is_skipped_counted_and_lowers_the_scale():
+    model = nn.Linear(3, 1)
+    before = model.weight.detach().clone()
+    stepper = scaled_stepper(model)
+    for expected in (512.0, 256.0):
+        stepper.backward(model(torch.full((1, 3), math.inf)).sum())
+        assert not stepper.step(model, 1.0)
+        assert stepper.metrics()["loss_scale"] == expected
+    assert torch.equal(model.weight, before)
+    assert stepper.metrics()["skipped"] == stepper.metrics()["skipped_in_a_row"] == 2
+    stepper.backward(model(torch.ones(1, 3)).sum())
+    assert stepper.step(model, 1.0)
+    assert torch.allclose(model.weight, before - 1)
+    assert stepper.metrics()["skipped"] == 2
+
+
+def test_the_state_of_the_scale_is_saved():
+    model = nn.Linear(3, 1)
+    stepper, twin = scaled_stepper(model), scaled_stepper(model)
+    stepper.backward(model(torch.ones(1, 3)).sum())
+    stepper.step(model, 1.0)
+    twin.load_state_dict(stepper.state_dict())
+    for both in (stepper, twin):
+        both.backward(model(torch.ones(1, 3)).sum())
+        both.step(model, 0.0)
+        assert both.metrics()["loss_scale"] == 2048.0  # the second step in a row without overflow
+
+
+def test_without_scaling_a_stepper_is_its_optimiser():
+    model, twin = nn.Linear(3, 1), nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    stepper = Stepper(Adam(lr=0.1).build(model), Clip().start())
+    stepper.backward(model(torch.ones(2, 3)).square().sum())
+    stepper.step(model, 1.0)
+    optimizer = torch.optim.Adam(twin.parameters(), lr=0.1)
+    twin(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    assert torch.equal(model.weight, twin.weight)
+    assert "loss_scale" not in stepper.metrics()
+    assert stepper.state_dict()["scaler"] is None

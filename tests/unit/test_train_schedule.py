@@ -224,3 +224,11 @@ def test_apply_reaches_every_equilibrium_layer():
     deqs = [module for module in model.modules() if isinstance(module, DEQ)]
     assert [deq.plan.stop.max_steps for deq in deqs] == [8, 8]
     assert [deq.eval_plan.stop.max_steps for deq in deqs] == [9, 9]
+
+
+def test_a_budget_changes_evaluations_alone():
+    schedule = PlanSchedule(plan=Plan(stop=Stop(max_steps=9)), eval_plan=Plan(stop=Stop(max_steps=20, check_every=8)))
+    step = schedule.at(0).with_budget(3)
+    assert step.plan == schedule.plan
+    assert step.eval_plan == schedule.eval_plan.replace(stop=Stop(max_steps=3, check_every=3))
+    assert schedule.at(0).with_budget(40).eval_plan.stop == Stop(max_steps=40, check_every=8)

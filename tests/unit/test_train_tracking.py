@@ -16,13 +16,16 @@ from torch import nn
 from equipoise import DEQ, Picard, Stats, Status, Stop
 from equipoise.train import (
     MetricsWriter,
+    Pace,
     StatsWindow,
     TensorboardMirror,
     Warmup,
     environment,
     read_metrics,
     summarise_stats,
+    tracking,
 )
+from equipoise.train.tracking import headline
 
 
 def lines(path):
@@ -247,3 +250,42 @@ def test_environment_without_git(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert environment().get("commit") is None
+
+
+def test_a_progress_bar_shows_what_matters():
+    forward = {"nfe": 7.4, "residual_p95": 0.00123}
+    record = {"loss": 1.23456, "tokens_per_second": 12345.6, "lr": 1e-3, "forward": forward}
+    shown = {"loss": "1.235", "tokens/s": "12,346", "nfe": "7", "residual": "1e-03"}
+    assert headline(record) == shown
+    assert headline({"loss": 1.0, "samples_per_second": 2.0, "forward": {}}) == {"loss": "1", "samples/s": "2"}
+
+
+def test_a_pace_leaves_out_what_is_not_training(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: now[0])
+    pace = Pace()
+    for _ in range(4):
+        now[0] += 2.0
+        pace.steps += 1
+        pace.add_items(10, "tokens")
+    others = [(40, "tokens"), (0, "")]  # a second process, and one without rows
+    assert pace.rates(lambda own: [own, *others]) == {"seconds_per_step": 2.0, "tokens_per_second": 10.0}
+    now[0] += 100.0
+    pace.restart()
+    now[0] += 1.0
+    pace.steps += 1
+    assert pace.rates(lambda own: [own]) == {"seconds_per_step": 1.0}
+
+
+def test_a_window_gathers_what_other_processes_have_seen():
+    mine, theirs = StatsWindow(), StatsWindow()
+    mine.add(make_stats([0, 1], [1e-3, 1e-1], [3, 9], nfe=9))
+    theirs.add(make_stats([0], [1e-2], [5], nfe=5))
+    other = []
+    assert theirs.summary(lambda value: other.append(value) or [value])["systems"] == 1
+    summary = mine.summary(lambda value: [value, *other])
+    assert (summary["solves"], summary["systems"], summary["nfe"], summary["failures"]) == (2, 3, 7.0, 1)
+    assert (summary["residual_p50"], summary["steps_p95"]) == (1e-2, 9.0)
+    # A process that solved nothing still hears of the others.
+    assert StatsWindow().summary(lambda value: [value, *other])["systems"] == 1
+    assert StatsWindow().summary(lambda value: [value]) == {}

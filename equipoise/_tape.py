@@ -1,0 +1,176 @@
+"""Tapes: work recorded once and done again.
+
+On a CUDA device a recording is a CUDA graph: kernels with the addresses they were recorded with. Elsewhere it is run
+again from Python, which is no faster than not recording, and a way to test.
+"""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Work = Callable[[], None]
+
+
+@contextmanager
+def own_casts(device_type: str) -> Iterator[None]:
+    """Autocast off, and a cache of casts that begins and ends here.
+
+    What turns autocast on inside shares the casts of weights until the end of this context. Casts made before, perhaps
+    outside of a graph, are not used, and those made inside, perhaps in the memory of a graph, do not get out.
+    """
+    if not torch.amp.is_autocast_available(device_type):
+        yield
+        return
+    with torch.autocast(device_type, enabled=False):
+        torch.clear_autocast_cache()
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def saves_tensors_elsewhere() -> bool:
+    """Whether hooks such as `torch.autograd.graph.save_on_cpu` are in effect for what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+class Reruns:
+    """Recordings that are run again from Python, for devices without graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def take_turn(self) -> None:
+        """Nothing runs beside anything else."""
+
+    def rehearse(self, run: Work) -> None:
+        with own_casts(self.device.type):
+            run()
+
+    def together(self) -> AbstractContextManager[Any]:
+        """Each recording makes its own casts."""
+        return nullcontext()
+
+    def record(self, run: Work) -> Work:
+        def again() -> None:
+            with own_casts(self.device.type):
+                run()
+
+        again()  # leaves behind what a graph would: tensors that later recordings refer to
+        return again
+
+    def tidy(self) -> None:
+        """Nothing was set aside."""
+
+
+@dataclass
+class _Side:
+    """The stream of a device on which everything is recorded.
+
+    One for all recordings: libraries keep a workspace per stream, which recorded kernels go on using, so recordings
+    must not run at the same time.
+    """
+
+    stream: torch.cuda.Stream
+    last: torch.cuda.Stream | None = None  # where something recorded was run last
+
+
+_sides: dict[torch.device, _Side] = {}
+# The allocator may go on asking graphs whose recording failed: they stay.
+_failed: list[Any] = []
+
+
+class Graphs:
+    """CUDA graphs that share memory, so they must be replayed one after another, as they were recorded."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device not in _sides:
+            _sides[device] = _Side(torch.cuda.Stream(device))
+        self.device, self.side = device, _sides[device]
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def take_turn(self) -> None:
+        """Let what was replayed on another stream end before anything is replayed, or copied into buffers, here."""
+        current = torch.cuda.current_stream(self.device)
+        if self.side.last is not None and self.side.last != current:
+            current.wait_stream(self.side.last)
+        self.side.last = current
+
+    def rehearse(self, run: Work) -> None:
+        """Run outside of recording: libraries set themselves up, kernels are compiled.
+
+        The second time it is an error to wait for the device. A recording that fails leaves more behind than this does.
+        """
+        current, stream = torch.cuda.current_stream(self.device), self.side.stream
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream), own_casts(self.device.type):
+                run()
+                with _waiting_is_an_error():
+                    run()
+        finally:
+            current.wait_stream(stream)
+
+    def together(self) -> AbstractContextManager[Any]:
+        """Recordings that share casts: the first one makes them, so it must be replayed first."""
+        return own_casts(self.device.type)
+
+    def record(self, run: Work) -> Work:
+        # Not `torch.cuda.graph`: if recording fails it leaves its stream the current one, and it empties the cache of
+        # the allocator each time. What threads that have nothing to do with this one do meanwhile is none of ours.
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is collected meanwhile would be destroyed in the midst of a recording
+        try:
+            with torch.cuda.stream(self.side.stream):
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        self._end(graph)
+                    raise
+                self._end(graph)
+        finally:
+            if collects:
+                gc.enable()
+        return graph.replay
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:  # it failed before it told the allocator
+            _failed.append(graph)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+            raise
+
+    def tidy(self) -> None:
+        """Give back what rehearsals took: memory cached for one stream is of no use to others."""
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _waiting_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def tape_for(device: torch.device) -> Graphs | Reruns:
+    return Graphs(device) if device.type == "cuda" else Reruns(device)

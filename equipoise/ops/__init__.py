@@ -1,0 +1,23 @@
+"""Fused operations for GPUs: Triton kernels, each beside a plain twin that says what it computes.
+
+Every function takes `backend="auto"`: the kernel for CUDA tensors of a dtype it takes where Triton is installed, else
+the twin. Triton is imported when a kernel is first used. What a step costs in bytes, and how the kernels are cut, is in
+docs/maths/kernels.md.
+"""
+
+from equipoise.ops.anderson import AndersonMemory, anderson_step
+from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
+from equipoise.ops.picard import picard_step
+from equipoise.ops.standing import Standing
+from equipoise.ops.trellis import trellis_cell
+
+__all__ = [
+    "AndersonMemory",
+    "BroydenMemory",
+    "Standing",
+    "anderson_step",
+    "broyden_step",
+    "low_rank_apply",
+    "picard_step",
+    "trellis_cell",
+]

@@ -1,0 +1,48 @@
+"""One step of Anderson acceleration in plain PyTorch: what the kernels compute."""
+
+import torch
+from torch import Tensor
+
+from equipoise import _leaves
+from equipoise._tree import Leaves
+from equipoise.ops.standing import Rules, Standing, judge, settle
+from equipoise.solvers.anderson import residual_weights
+
+
+def step(
+    z: Leaves,
+    fz: Leaves,
+    images: Leaves,
+    residuals: Leaves,
+    gram: Tensor,
+    weights: Tensor,
+    standing: Standing,
+    rules: Rules,
+    ridge: float,
+    mixing: float,
+) -> None:
+    """See `anderson_step`; everything is written in place."""
+    work = standing.residual.dtype
+    fz = [leaf.to(work) for leaf in fz]
+    g = _leaves.subtract(fz, [leaf.to(work) for leaf in z])
+    running = torch.ones_like(standing.status, dtype=torch.bool) if rules.fixed else standing.status < 0
+    count, memory = int(standing.count), gram.shape[1]
+    slot, filled = count % memory, min(count + 1, memory)
+    actions = judge(_leaves.norm(g), _leaves.norm(fz), standing, rules)
+    rows = running.nonzero()[:, 0]
+    for ring, leaf in zip((*images, *residuals), (*fz, *g), strict=True):
+        ring[rows, slot] = leaf[rows].to(ring.dtype)
+    # The Gram matrix is that of the residuals as stored, so that it stays positive whatever their dtype.
+    stored = [ring[:, :filled].to(work) for ring in residuals]
+    row = _leaves.sum_of([torch.einsum("nmd,nd->nm", ring, ring[:, slot]) for ring in stored]).to(gram.dtype)
+    row[:, slot] *= 1 + ridge
+    gram[rows, slot, :filled] = row[rows]
+    gram[rows, :filled, slot] = row[rows]
+    weights[rows, :filled] = residual_weights(gram[:, :filled, :filled], weights.dtype, slot)[rows]
+    weights[rows, filled:] = 0
+    alpha = weights[:, :filled].to(work)
+    proposal = [torch.einsum("nm,nmd->nd", alpha, ring[:, :filled].to(work)) for ring in images]
+    if mixing != 1.0:
+        back = [torch.einsum("nm,nmd->nd", alpha, ring) for ring in stored]
+        proposal = _leaves.axpy(proposal, mixing - 1.0, back)
+    settle(z, proposal, actions, standing)

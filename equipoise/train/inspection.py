@@ -1,0 +1,321 @@
+"""Looking into a trained model: stability, gradient, convergence, failures, memory and time of a training step."""
+
+import copy
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equipoise._errors import require_count
+from equipoise._fixed_point import solve
+from equipoise._module import DEQ, Plan
+from equipoise._solution import EquilibriumWarning, Solution, Status
+from equipoise._stop import Stop
+from equipoise._tree import Tree
+from equipoise.adjoints import Implicit
+from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
+from equipoise.train.checkpoint import check_writable
+from equipoise.train.evaluate import write_json
+from equipoise.train.load import TrainedRun, open_run
+from equipoise.train.tracking import environment
+
+DEPTHS = (1, 2, 4, 8, 16, 30)
+SOLVERS = ("picard", "anderson", "broyden")
+REPEATS = 3
+FILE = "inspect.json"
+_SYSTEMS = 32  # of each batch, whose spectral radius is taken: it needs many products with the Jacobian
+_TRACE = (30, 60)  # fewest and most steps of a convergence curve
+# Tighter than any plan of training, in float64, and given up in reasonable time where there is nothing to be found.
+_TRUTH = Stop(rtol=1e-6, max_steps=60, plateau=20)
+
+
+def inspect_run(
+    run: str | Path,
+    *,
+    split: str = "valid",
+    batches: int = 2,
+    depths: Sequence[int] = DEPTHS,
+    data_dir: str | None = None,
+    which: str = "best",
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Measure a trained model in the precision of its training; what does not apply to it is None or empty.
+
+    Solves and stability are looked at on held-out data, the gradient on a training batch, all without dropout; memory
+    and time are those of a training step.
+
+    Args:
+        run: Folder of a run or of a checkpoint.
+        split: A held-out split.
+        batches: How many of its batches to solve.
+        depths: Layers of the explicit twins whose memory and time are measured beside the model's.
+        data_dir: Where data files are.
+        which: Of a run: "best" or "latest" checkpoint.
+        say: Told what is being measured.
+
+    Returns:
+        Plain values, as `write_inspection` writes them.
+    """
+    require_count("inspect", "batches", batches)
+    for depth in depths:
+        require_count("inspect", "depths", depth)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else ()
+    notes: list[str] = []
+    with torch.random.fork_rng(devices=devices), _noted(notes):
+        torch.manual_seed(0)
+        say("loading model and data")
+        opened = open_run(run, split, data_dir, which=which)
+        measured = _equilibrium(opened, split, batches, notes, say) | _training_step(opened, depths, notes, say)
+    return {
+        "run": str(run),
+        "checkpoint": str(opened.folder),
+        "split": split,
+        "batches": batches,
+        "model": opened.config["model"]["name"],
+        "parameters": sum(p.numel() for p in opened.model.parameters()),
+        "precision": opened.config.get("train", {}).get("precision", "no"),
+        "environment": environment(),
+        **measured,
+        "notes": notes,
+    }
+
+
+def write_inspection(folder: str | Path, record: dict[str, Any]) -> Path:
+    """Write a record as `inspect.json` into a folder, whole or not at all; an older one is replaced.
+
+    Args:
+        folder: Of the run or of the checkpoint.
+        record: What `inspect_run` gave.
+    """
+    check_writable(folder)
+    write_json(Path(folder) / FILE, record)
+    return Path(folder) / FILE
+
+
+@contextmanager
+def _noted(notes: list[str]) -> Iterator[None]:
+    """Warnings of solves, once each, among the notes of the record."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", EquilibriumWarning)
+        yield
+    for warning in caught:
+        if not issubclass(warning.category, EquilibriumWarning):
+            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        elif str(warning.message) not in notes:
+            notes.append(str(warning.message))
+
+
+class _Solved(NamedTuple):
+    """A solve on held-out data: from where, by what plan, to what."""
+
+    start: Tree
+    plan: Plan
+    solution: Solution
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[list[_Solved]]:
+    """The solves that a model makes meanwhile, with the states they begin from."""
+    found: list[_Solved] = []
+
+    def note(deq: nn.Module, inputs: Any, options: dict[str, Any], solution: Solution) -> None:
+        assert isinstance(deq, DEQ)
+        given = options.get("z0")
+        plan = deq.plan if deq.training or deq.eval_plan is None else deq.eval_plan
+        found.append(_Solved(deq.start(*inputs) if given is None else given, plan, solution))
+
+    hooks = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules() if isinstance(m, DEQ)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _equilibrium(
+    opened: TrainedRun, split: str, batches: int, notes: list[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """What concerns the equilibrium, or nothing and a note."""
+    nothing: dict[str, Any] = {"spectral_radius": None, "gradient": None, "convergence": {}, "steps": None}
+    if not _deqs(opened.model):
+        notes.append("The model has no equilibrium: only memory and time of a training step were measured.")
+        return nothing
+    say(f"solving {batches} batches of {split}")
+    solved = _solve_batches(opened, split, batches)
+    say("spectral radius at the equilibrium")
+    radius = torch.cat([_radius(item.solution) for item in solved]).tolist()
+    say("gradient against a tight solve")
+    gradient = _gradient(opened, notes)
+    convergence = {}
+    for name in SOLVERS:
+        say(f"convergence of {name}")
+        convergence[name] = _convergence(solved, name)
+    return {
+        "spectral_radius": {"values": radius, "median": statistics.median(radius), "max": max(radius)},
+        "gradient": gradient,
+        "convergence": convergence,
+        "steps": _steps(solved),
+    }
+
+
+def _radius(solution: Solution) -> Tensor:
+    """(at most 32,) spectral radii of the first systems."""
+    problem = solution.problem
+    assert problem is not None
+    if problem.num_systems <= _SYSTEMS or not problem.can_slice:
+        return spectral_radius(solution)
+    leaves = problem.start(solution.value)
+    part = problem.rows(torch.arange(_SYSTEMS, device=leaves[0].device))
+    return spectral_radius(part, part.spec.unflatten([leaf[:_SYSTEMS] for leaf in leaves]))
+
+
+def _deqs(model: nn.Module) -> list[DEQ]:
+    return [module for module in model.modules() if isinstance(module, DEQ)]
+
+
+@torch.no_grad()
+def _solve_batches(opened: TrainedRun, split: str, batches: int) -> list[_Solved]:
+    """The first solves of a split, memory carried from batch to batch."""
+    carry, metrics = None, opened.task.metrics().to(opened.device)
+    with opened.autocast(), _watched(opened.model) as solved:
+        for batch in islice(opened.splits.held_out[split](), batches):
+            carry = opened.task.evaluation_step(opened.model, batch.to(opened.device), carry, metrics)
+    return solved
+
+
+class _Objective(nn.Module):
+    """A model with its training loss on top: what gradients, memory and time are measured on."""
+
+    def __init__(self, model: nn.Module, opened: TrainedRun) -> None:
+        super().__init__()
+        self.model = model
+        # A closure, so that a copy of this module copies the model but not the task and its data.
+        self.loss = lambda model, batch, carry: opened.task.training_step(model, batch, carry, 0)[0]["loss"]
+
+    def forward(self, batch: Any, carry: Any) -> Tensor:
+        loss: Tensor = self.loss(self.model, batch, carry)
+        return loss
+
+
+def _gradient(opened: TrainedRun, notes: list[str]) -> dict[str, Any]:
+    """The gradient by the plan of training, on a training batch, without dropout."""
+    model = copy.deepcopy(opened.model)
+    for deq in _deqs(model):
+        deq.eval_plan = None
+    with opened.autocast():
+        audit = audit_gradient(_Objective(model, opened), _training_batch(opened), lambda loss: loss, stop=_TRUTH)
+    if not audit.truth_residual <= 10 * _TRUTH.rtol:
+        notes.append(
+            f"The tight solve of the gradient audit ended at a residual of {audit.truth_residual:.1e}, so the audit "
+            "says little; the model may have no equilibrium near by."
+        )
+    return {**dataclasses.asdict(audit), "text": str(audit)}
+
+
+@torch.no_grad()
+def _convergence(solved: Iterable[_Solved], solver: str) -> dict[str, list[float]]:
+    """Quantiles over all systems of the residual at each step; the lists end where one is not finite any more."""
+    traces = []
+    for start, plan, solution in solved:
+        assert solution.problem is not None
+        steps = min(max(plan.stop.max_steps, _TRACE[0]), _TRACE[1])
+        found = solve(
+            solution.problem, start, solver, Implicit(), Stop(rtol=0, max_steps=steps, norm=plan.stop.norm), trace=True
+        )
+        assert found.stats.trace is not None
+        traces.append(found.stats.trace[:, :steps].nan_to_num(nan=torch.inf, posinf=torch.inf))  # (N, steps)
+    table = torch.cat(traces).double().cpu()
+    curves = {}
+    for name, q in (("median", 0.5), ("p95", 0.95)):
+        curve = torch.quantile(table, q, dim=0, interpolation="nearest")
+        finite = int(curve.isfinite().long().cumprod(0).sum())
+        curves[name] = curve[:finite].tolist()
+    return curves
+
+
+def _steps(solved: Sequence[_Solved]) -> dict[str, Any]:
+    """Steps that each system needed by the plan of evaluations, and how the solves ended."""
+    stop = solved[0].plan.stop
+    status = torch.cat([item.solution.stats.status.reshape(-1).cpu() for item in solved])
+    residual = torch.cat([item.solution.stats.residual.reshape(-1).double().cpu() for item in solved])
+    counts = {kind: int((status == kind).sum()) for kind in Status}
+    present = {kind.name.lower(): count for kind, count in counts.items() if count}
+    return {
+        "rtol": stop.rtol,
+        "max_steps": stop.max_steps,
+        "solver": type(solved[0].plan.solver).__name__,
+        "values": torch.cat([item.solution.stats.steps.reshape(-1).cpu() for item in solved]).tolist(),
+        "statuses": present,
+        "sentences": {name: Status[name.upper()].message for name in present},
+        "residual": {"median": float(residual.median()), "max": float(residual.max())},
+    }
+
+
+def _training_step(
+    opened: TrainedRun, depths: Sequence[int], notes: list[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Memory and time of a training step of the model, and of its explicit twins."""
+    model, equilibrium = opened.model, bool(_deqs(opened.model))
+    if equilibrium and not hasattr(model, "explicit"):
+        notes.append(f"{type(model).__name__} has no explicit twin (explicit(depth)) to compare memory and time with.")
+    twins = depths if equilibrium and hasattr(model, "explicit") else ()
+    own = "DEQ" if equilibrium else opened.config["model"]["name"]
+    batch, carry = _training_batch(opened)
+    memory, times = [], []
+    for depth in (None, *twins):
+        name = own if depth is None else f"{depth} layer{'s' if depth > 1 else ''}"
+        say(f"memory and time of a training step: {name}")
+        objective = _Objective(model if depth is None else model.explicit(depth), opened).train()  # type: ignore[operator]
+        try:
+            with opened.autocast():
+                report = memory_report(objective, (batch, carry), lambda loss: loss)
+            seconds = _time(objective, batch, carry, opened)
+        except torch.OutOfMemoryError:
+            notes.append(f"A training step of {name} does not fit into the memory of the device.")
+            continue
+        parts = {part: getattr(report, part) for part in ("graph", "history", "parameters", "gradients", "peak")}
+        memory.append({"name": name, "depth": depth, **parts})
+        times.append({"name": name, "depth": depth, **seconds})
+    model.eval()
+    return {"memory": memory, "time": times}
+
+
+@torch.no_grad()
+def _training_batch(opened: TrainedRun) -> tuple[Any, Any]:
+    """The second training batch, with what is carried over from the first."""
+    # With accumulation a step goes share by share, so that memory is that of one.
+    shares = opened.config.get("train", {}).get("accumulation", 1)
+    splits = opened.splits if shares == 1 else opened.task.share(0, shares).data()
+    first, second = (splits.train(position).to(opened.device) for position in range(2))
+    with opened.autocast():
+        _, carry = opened.task.training_step(opened.model, first, None, 0)
+    return second, carry
+
+
+def _time(objective: nn.Module, batch: Any, carry: Any, opened: TrainedRun) -> dict[str, float]:
+    """Median seconds of the forward and of the backward pass; the measurement of memory was the warm-up."""
+
+    def clock() -> float:
+        if opened.device.type == "cuda":
+            torch.cuda.synchronize(opened.device)
+        return time.perf_counter()
+
+    forward, backward = [], []
+    for _ in range(REPEATS):
+        started = clock()
+        with opened.autocast():
+            loss = objective(batch, carry)
+        middle = clock()
+        loss.backward()
+        forward.append(middle - started)
+        backward.append(clock() - middle)
+        objective.zero_grad(set_to_none=True)
+    return {"forward": statistics.median(forward), "backward": statistics.median(backward)}

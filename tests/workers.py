@@ -1,0 +1,68 @@
+"""What processes started by `tests.processes` do; imported once by the server they are forked from."""
+
+import json
+import os
+import traceback
+import warnings
+from pathlib import Path
+
+import accelerate
+import safetensors.torch
+import torch
+import torchmetrics
+import tqdm
+
+from equipoise.tasks import CopyMemoryTask
+from equipoise.train.loop import train
+from equipoise.train.recipe import Recipe
+
+LOADED = (accelerate, safetensors, torchmetrics, tqdm)
+
+
+def enter(function, rank, count, port, reports, arguments):
+    """Become process `rank` of `count`, and do something; a failure is written down."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(count),
+        LOCAL_WORLD_SIZE=str(count),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is in the parent: no port has to be guessed
+        TORCHELASTIC_RESTART_COUNT="0",
+        GLOO_SOCKET_IFNAME="lo",
+        ACCELERATE_USE_CPU="true",
+        CUDA_VISIBLE_DEVICES="",
+    )
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    # Torchmetrics says it in the first process only, but takes the server, where it was imported, for that.
+    warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+    try:
+        function(rank, *arguments)
+    except BaseException:
+        (Path(reports) / f"{rank}.txt").write_text(traceback.format_exc())
+        raise
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def run_all(rank, jobs):
+    """Train by several recipes, one after another; `jobs` are tuples (recipe, folder, whether to resume)."""
+    for values, out, resume in jobs:
+        outcome = train(Recipe.from_data(values, "the test"), out, resume=resume)
+        record = {"step": outcome.step, "interrupted": outcome.interrupted, "metrics": outcome.metrics}
+        Path(f"{out}.{rank}.json").write_text(json.dumps(record))
+
+
+def fail_at(rank, step, values, out):
+    """Train, and raise in the second process at some step."""
+    usual = CopyMemoryTask.training_step
+
+    def training_step(self, model, batch, carry, number):
+        if rank == 1 and number == step:
+            raise RuntimeError("the second process breaks")
+        return usual(self, model, batch, carry, number)
+
+    CopyMemoryTask.training_step = training_step
+    train(Recipe.from_data(values, "the test"), out)
