@@ -136,6 +136,9 @@ class CaptureEngine:
 
     def solve(self, deq: "DEQ", plan: "Plan", inputs: tuple[Any, ...], z0: Tree) -> Solution | None:
         """The solution, or None if the eager engine is to do it; `fallbacks` says why."""
+        if torch.compiler.is_compiling():  # without an exception, which tracing might stumble over
+            self.fallbacks["a compiled region is around the solve"] += 1
+            return None
         try:
             return self._solve(deq, plan, inputs, z0)
         except CannotCapture as reason:
@@ -236,11 +239,11 @@ def _check_surroundings(deq: "DEQ", inputs: tuple[Any, ...]) -> None:
     on_cuda = any(tensor.is_cuda for tensor in tree_tensors(inputs))
     if deq.engine == "auto" and not on_cuda:
         raise CannotCapture("there is no CUDA device in use")
-    if inside_functorch_transform() or torch.compiler.is_compiling():
-        raise CannotCapture("a torch.func transform or a compiled region is around the solve")
+    if inside_functorch_transform():
+        raise CannotCapture("a torch.func transform is around the solve")
     if current_scope() is not None:
         raise CannotCapture("the solve is inside another one")
-    if on_cuda and torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise CannotCapture("another recording is under way")
     if torch.is_anomaly_enabled():
         raise CannotCapture("anomaly detection looks at every gradient")

@@ -53,3 +53,9 @@ def reaches_leaf(outputs: list[Tensor], except_for: list[Tensor]) -> bool:
             return True
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return False
+
+
+def backward_pass() -> int | None:
+    """A number for the backward pass that this thread is working on; None outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number

@@ -237,7 +237,7 @@ class _Aliases:
                     continue
                 if id(parameter) not in self.made:
                     # Without gradients it wants one nevertheless: autocast keeps casts of such leaves only.
-                    wants = parameter.requires_grad if grad else parameter.is_floating_point()
+                    wants = parameter.requires_grad if grad else _may_want_gradient(parameter)
                     self.made[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=wants)
                 self.places.append((module._parameters, name))
         self.originals: list[nn.Parameter] = []
@@ -253,6 +253,10 @@ class _Aliases:
     def __exit__(self, *error: object) -> None:
         for (place, name), original in zip(self.places, self.originals, strict=True):
             place[name] = original
+
+
+def _may_want_gradient(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and not tensor.is_inference()
 
 
 class _Static:
@@ -285,7 +289,7 @@ def _buffers(tree: Any, grad: bool) -> Any:
     copies = [leaf if not isinstance(leaf, Tensor) else torch.empty_like(leaf).copy_(leaf) for leaf in leaves]
     for copy, leaf in zip(copies, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            copy.requires_grad_(leaf.requires_grad if grad else leaf.is_floating_point())  # as in `_Aliases`
+            copy.requires_grad_(leaf.requires_grad if grad else _may_want_gradient(copy))  # as in `_Aliases`
     return tree_unflatten(copies, form)
 
 
@@ -359,10 +363,12 @@ class Recording:
         self.constants = _Constants.of(problem, z0)
         with _untouched(deq.cell, problem.spec.device), torch.inference_mode(False), torch.no_grad():
             self.static = _Static(deq, problem, self.constants, z0, grad)
-            with nullcontext() if deq._compiled else _no_draws(deq.cell):
-                self.backward: _Loop | None = None
-                self._record(plan, [leaf.clone() for leaf in z0], problem.floor, grad)
-            self.tape.tidy()
+            self.backward: _Loop | None = None
+            try:
+                with nullcontext() if deq._compiled else _no_draws(deq.cell):
+                    self._record(plan, [leaf.clone() for leaf in z0], problem.floor, grad)
+            finally:
+                self.tape.tidy()
 
     def _record(self, plan: "Plan", z: Leaves, floor: float, grad: bool) -> None:
         tape, casts = self.tape, self.static.problem.autocast is not None
@@ -441,17 +447,22 @@ class Snapshot:
 
     def __init__(self, cell: nn.Module, device: torch.device) -> None:
         self.device = device
-        self.buffers = [(buffer, buffer.detach().clone()) for buffer in cell.buffers()]
+        self.buffers = [(buffer, _version(buffer), buffer.detach().clone()) for buffer in cell.buffers()]
         self.random = torch.get_rng_state()
         self.on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     @torch.no_grad()
     def restore(self) -> None:
-        for buffer, value in self.buffers:
-            buffer.copy_(value)
+        for buffer, version, value in self.buffers:
+            if version is None or _version(buffer) != version:  # else a graph may need it as it is
+                buffer.copy_(value)
         torch.set_rng_state(self.random)
         if self.on_device is not None:
             torch.cuda.set_rng_state(self.on_device, self.device)
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 @contextmanager

@@ -5,11 +5,13 @@ deepcopy and pickle need no care from anyone, and nothing has to be reset by han
 """
 
 import threading
+import weakref
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from equipoise._compat import backward_pass, inside_functorch_transform
 from equipoise._tree import tree_map, tree_tensors
 
 
@@ -29,6 +31,7 @@ class SolveScoped(Protocol):
 class _Active(threading.local):
     def __init__(self) -> None:
         self.scopes: list[SolveScope] = []
+        self.passed: tuple[int | None, weakref.ref[SolveScope] | None] = (None, None)
 
 
 _active = _Active()
@@ -91,6 +94,35 @@ class SolveScope:
         _active.scopes.pop()
 
 
+class _Reopen(torch.autograd.Function):
+    """Identity; a backward pass that comes through it is from here on inside the solve of a scope."""
+
+    @staticmethod
+    def forward(ctx: Any, scope: SolveScope, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.scope = scope
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        # Nodes run in the reverse of the order they were made in, so the solve passed last is the one under way.
+        _active.passed = (backward_pass(), weakref.ref(ctx.scope))
+        return (None, *grads)
+
+
+def reopened(scope: SolveScope, tensors: list[Tensor]) -> list[Tensor]:
+    """The results of a solve, so marked that what f recomputes in a backward pass (checkpoints) finds its scope."""
+    if torch.compiler.is_compiling() or inside_functorch_transform() or not any(t.requires_grad for t in tensors):
+        return tensors
+    return list(_Reopen.apply(scope, *tensors))
+
+
+def _scope_of_backward() -> SolveScope | None:
+    number, scope = _active.passed
+    if scope is None or number is None or number != backward_pass():
+        return None
+    return scope()
+
+
 def current_scope() -> SolveScope | None:
     """The innermost scope open in this thread."""
     return _active.scopes[-1] if _active.scopes else None
@@ -102,5 +134,5 @@ def solve_constant(module: nn.Module, x: Tensor) -> Any:
 
     Inside a compiled cell this is a graph break: the value belongs to the solve, not to the compiled code.
     """
-    scope = current_scope()
+    scope = current_scope() or _scope_of_backward()
     return scope.value(module, x) if scope else module.begin_solve(x.detach())  # type: ignore[operator]

@@ -145,10 +145,16 @@ class Graphs:
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
-        except RuntimeError:  # it failed before it told the allocator
+        except RuntimeError:  # it failed before it told the allocator and the random generator
             _failed.append(graph)
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
+                torch._C._cuda_releasePool(self.device.index, self.pool)
+            with suppress(RuntimeError):
+                sound = torch.cuda.CUDAGraph()
+                sound.capture_begin(capture_error_mode="thread_local")
+                torch.zeros(1, device=self.device)
+                sound.capture_end()
             raise
 
     def tidy(self) -> None:

@@ -265,6 +265,7 @@ def model_results(part: Part) -> dict[str, Any]:
     trained = [record["train"] for record in records if "train" in record]
     last = next(record for record in reversed(records) if "valid_at" in record)
     ways = ("forward", "backward")
+    solves = [record for record in trained if record["phase"] == "equilibrium"]
     return {
         "parameters": records[0]["parameters"],
         "steps": last["step"],
@@ -272,8 +273,8 @@ def model_results(part: Part) -> dict[str, Any]:
         "scores": {str(last["valid"]["solve_max_steps"]): last["valid"], **last["valid_at"]},
         "train_loss": trained[-1]["nats"],
         **{way: trained[-1][way] for way in ways},
-        "failed": {way: sum(record[way].get("failures", 0) for record in trained) for way in ways},
-        "solved": {way: sum(record[way].get("systems", 0) for record in trained) for way in ways},
+        "failed": {way: sum(record[way].get("failures", 0) for record in solves) for way in ways},
+        "solved": {way: sum(record[way].get("systems", 0) for record in solves) for way in ways},
     }
 
 
@@ -296,7 +297,7 @@ def verdicts(deq: dict[str, Any], memory: Sequence[dict[str, Any]]) -> list[tupl
             most <= SHARE * stack,
             f"Peak memory of a training step, activations and solver history: the DEQ takes {size(most)} "
             f"({size(kept['DEQ'])} without the Jacobian penalty), its tied twin of {DEEPEST} layers {size(stack)}. "
-            f"That is 1/{stack / most:.1f}; at most 1/{1 / SHARE:.0f} is wanted.",
+            f"That is 1/{stack / most:.1f} of it; at most 1/{1 / SHARE:.0f} is wanted.",
         ),
         (
             all(residual <= SOLVED for residual in residuals),

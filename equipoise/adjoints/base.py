@@ -15,6 +15,7 @@ from equipoise._compat import keep_backward_buffers, reaches_leaf
 from equipoise._iterate import Outcome
 from equipoise._problem import Problem, pullback
 from equipoise._registry import Registry
+from equipoise._scope import reopened
 from equipoise._solution import BackwardRecord, EquilibriumError, EquilibriumWarning, Solution, Stats
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
@@ -50,7 +51,7 @@ def finish(problem: Problem, outcome: Outcome, value: Leaves | None = None, **fi
     if value is None:
         value = [leaf.clone() for leaf in outcome.value]  # it may be z0 itself, or something that f returned
     return Solution(
-        value=problem.spec.unflatten(value),
+        value=problem.spec.unflatten(reopened(problem.scope, value)),
         stats=outcome.stats,
         collected=outcome.collected,
         state=outcome.state,

@@ -78,7 +78,17 @@ def test_the_entry_points_have_the_promised_arguments():
     expected = "f z0 inputs solver adjoint stop batch_dims in_dims context trace collect throw"
     assert names == expected.split()
     names = list(inspect.signature(eq.DEQ).parameters)
-    assert names == ["cell", "solver", "adjoint", "stop", "eval_plan", "batch_dims", "in_dims", "initial_state"]
+    assert names == [
+        "cell",
+        "solver",
+        "adjoint",
+        "stop",
+        "eval_plan",
+        "batch_dims",
+        "in_dims",
+        "initial_state",
+        "engine",
+    ]
 
 
 def test_import_is_light():

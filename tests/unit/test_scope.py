@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import equipoise as eq
 from equipoise import DEQ, Anderson, Broyden, Implicit, Ladder, Neumann, Phantom, Picard, Stop, Unroll, fixed_point
@@ -485,3 +486,38 @@ def test_dropout_inside_a_solve_converges(solver):
     solution = DEQ(DropCell(norm=0.6), solver=solver, stop=Stop(rtol=1e-10, max_steps=100))(normal(4, 6))
     assert all_converged(solution.stats)
     assert float(solution.stats.residual.max()) <= 1e-10
+
+
+class Recomputing(nn.Module):
+    """Part of f is evaluated again in the backward pass, or not."""
+
+    def __init__(self, recompute):
+        super().__init__()
+        self.mix, self.drop = eq.nn.weight_norm(nn.Linear(6, 6)), eq.nn.VariationalDropout(0.4)
+        self.recompute = recompute
+
+    def part(self, z):
+        return self.drop(self.mix(z))
+
+    def forward(self, z, x):
+        recompute = self.recompute and torch.is_grad_enabled()
+        part = checkpoint(self.part, z, use_reentrant=False) if recompute else self.part(z)
+        return torch.tanh(0.5 * part + x)
+
+
+@pytest.mark.parametrize(
+    "adjoint",
+    [eq.Implicit(), eq.OneStep(), eq.Phantom(steps=3), eq.Neumann(terms=3)],
+    ids=lambda adjoint: type(adjoint).__name__,
+)
+def test_what_is_recomputed_in_backward_finds_the_constants_of_its_solve(adjoint):
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        deq = eq.DEQ(Recomputing(recompute).double(), adjoint=adjoint, stop=eq.Stop(rtol=1e-8))
+        x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+        # Two solves before the backward pass, each with masks of its own.
+        loss = deq(x).value.square().sum() + deq(2 * x).value.sum()
+        grads.append(torch.autograd.grad(loss, [*deq.parameters(), x]))
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(recomputed, plain, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,134 @@
+"""Cells, and comparisons of the captured engine with the eager one."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+import equipoise as eq
+
+SOLVERS = {
+    "picard": eq.Picard(),
+    "picard_damped": eq.Picard(0.7),
+    "anderson": eq.Anderson(),
+    "anderson_mixed": eq.Anderson(memory=3, mixing=0.8),
+    "broyden": eq.Broyden(),
+    "broyden_memory": eq.Broyden(memory=5),
+    "broyden_short": eq.Broyden(step=0.8),
+}
+TIGHT = eq.Stop(rtol=1e-10, max_steps=90)
+FIXED = eq.Stop(rtol=0, max_steps=7)
+# Two engines may round differently; with iterates that agree in float64 and a contraction the difference stays small.
+CLOSE = {torch.float64: 1e-10, torch.float32: 2e-4}
+
+
+class Tanh(nn.Module):
+    """tanh(W z + x), a contraction."""
+
+    def __init__(self, n=6, scale=0.8, dtype=torch.float64):
+        super().__init__()
+        generator = torch.Generator().manual_seed(n)
+        weight = torch.randn(n, n, generator=generator, dtype=torch.float64)
+        self.weight = nn.Parameter((weight * (scale / torch.linalg.matrix_norm(weight, 2))).to(dtype))
+        self.bias = nn.Parameter(torch.linspace(-0.3, 0.3, n, dtype=torch.float64).to(dtype))
+
+    def forward(self, z, x):
+        return torch.tanh(nn.functional.linear(z, self.weight, self.bias) + x)
+
+
+class Scoped(nn.Module):
+    """Weight norm, spectral norm and two kinds of dropout, all held constant in a solve."""
+
+    def __init__(self, n=6):
+        super().__init__()
+        self.mix = eq.nn.weight_norm(nn.Linear(n, n))
+        self.bound = eq.nn.spectral_norm(nn.Linear(n, n), bound=0.5)
+        self.drop, self.rows = eq.nn.VariationalDropout(0.3), eq.nn.VariationalDropout(0.2, shared=0)
+
+    def forward(self, z, x):
+        return torch.tanh(0.5 * self.rows(self.drop(self.mix(z))) + self.bound(z) + x)
+
+
+def deq_of(cell, solver=eq.Picard(), stop=TIGHT, adjoint=None, engine="captured", **options):
+    return eq.DEQ(cell, solver=solver, stop=stop, adjoint=adjoint or eq.Implicit(stop=TIGHT), engine=engine, **options)
+
+
+def inputs_of(n=6, batch=5, dtype=torch.float64, seed=0):
+    return torch.randn(batch, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tensors(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def loss_of(value):
+    return sum(
+        (leaf.double().sin() * torch.arange(leaf.numel()).view(leaf.shape).cos()).sum() for leaf in tensors(value)
+    )
+
+
+def step(deq, *inputs, seed=3, **options):
+    """One forward and backward pass: the solution, and gradients of parameters and inputs."""
+    torch.manual_seed(seed)
+    leaves = [leaf for leaf in tensors(inputs) if leaf.requires_grad]
+    solution = deq(*inputs, **options)
+    wanted = [*deq.parameters(), *leaves]
+    grads = torch.autograd.grad(loss_of(solution.value), [p for p in wanted if p.requires_grad], allow_unused=True)
+    return solution, grads, torch.get_rng_state()
+
+
+def close(a, b, tolerance):
+    for x, y in zip(tensors(a), tensors(b), strict=True):
+        if x.is_floating_point():
+            torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
+        else:
+            assert torch.equal(x, y)
+
+
+def same_statistics(ours, theirs, tolerance):
+    assert torch.equal(ours.status, theirs.status)
+    assert torch.equal(ours.steps, theirs.steps)
+    assert ours.lagged == theirs.lagged
+    # Residuals at the end are differences of nearly equal numbers.
+    torch.testing.assert_close(ours.residual, theirs.residual, rtol=1e-3, atol=tolerance)
+
+
+def compare(deq, *inputs, tolerance=1e-10, solves=2, **options):
+    """Solves and gradients of both engines, with the same seeds."""
+    for seed in range(solves):
+        deq.engine = "eager"
+        eager, expected, after = step(deq, *inputs, seed=seed, **options)
+        deq.engine = "captured"
+        captured, grads, after_captured = step(deq, *inputs, seed=seed, **options)
+        close(captured.value, eager.value, tolerance)
+        assert [g is None for g in grads] == [g is None for g in expected]
+        close(grads, expected, tolerance)
+        same_statistics(captured.stats, eager.stats, tolerance)
+        same_statistics(captured.backward, eager.backward, tolerance)
+        assert torch.equal(after, after_captured)
+    assert deq.capture.replayed == solves
+    assert not deq.capture.fallbacks
+    return captured, eager
+
+
+def falls_back(deq, *inputs, reason, grad=True, **options):
+    """The eager result, with a warning that says why."""
+    deq.engine = "eager"
+    torch.manual_seed(0)
+    with torch.set_grad_enabled(grad):
+        expected = deq(*inputs, **options)
+        after = torch.get_rng_state()
+        deq.engine = "captured"
+        torch.manual_seed(0)
+        with pytest.warns(eq.EquilibriumWarning, match=reason):
+            solution = deq(*inputs, **options)
+        close(solution.value, expected.value, 0)
+        assert torch.equal(torch.get_rng_state(), after)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # it is said once
+            deq(*inputs, **options)
+    assert deq.capture.replayed == 0
+    assert sum(deq.capture.fallbacks.values()) == 2
+    return solution
