@@ -19,22 +19,18 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
 import equipoise as eq
-from equipoise._module import solutions_of
 from equipoise.generate import Sampling, sample_text
 from equipoise.plots import Chart, make_chart, save
 from equipoise.train.evaluate import AGREEMENT, SOLVED, write_json
 from equipoise.train.inspection import inspect_run, write_inspection
-from equipoise.train.load import find_checkpoint, open_run
+from equipoise.train.load import find_checkpoint
 from equipoise.train.loop import LOG, train
 from equipoise.train.recipe import Recipe
 from equipoise.train.tracking import read_metrics
@@ -226,37 +222,10 @@ def fitting(part: Part) -> Iterator[None]:
 
 
 def inspect(out: Path) -> dict[str, Any]:
-    """What `equipoise inspect` measures, and the memory of a step that has the Jacobian penalty."""
+    """What `equipoise inspect` measures."""
     record = inspect_run(out, which="latest", say=lambda text: say(f"  {text}"))
-    say("  memory of a training step: DEQ with the Jacobian penalty")
-    record["memory"].insert(1, {"name": "DEQ, penalty", "depth": None, **penalised_memory(out)})
     write_inspection(out, record)
     return record
-
-
-class _Penalised(nn.Module):
-    """A training step on which the penalty is drawn: both terms of its loss."""
-
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module], Tensor], weight: float) -> None:
-        super().__init__()
-        self.model, self.loss, self.weight = model, loss, weight
-
-    def forward(self) -> Tensor:
-        with solutions_of(self.model) as solutions:
-            loss = self.loss(self.model)
-        return loss + self.weight * eq.jacobian_penalty(solutions[0][0])
-
-
-def penalised_memory(out: Path) -> dict[str, int]:
-    """Bytes of a training step with the Jacobian penalty, which keeps what second derivatives need too."""
-    opened = open_run(out, "valid", which="latest")
-    weight = opened.config["penalty"]["weight"]
-    first, second = (opened.splits.train(position).to(opened.device) for position in range(2))
-    with torch.no_grad():
-        carry = opened.task.training_step(opened.model, first, None, 0)[1]
-    step = _Penalised(opened.model, lambda m: opened.task.training_step(m, second, carry, 0)[0]["loss"], weight)
-    report = eq.memory_report(step.train(), (), lambda loss: loss)
-    return {part: getattr(report, part) for part in ("graph", "history", "parameters", "gradients")}
 
 
 def model_results(part: Part) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Commands and their options; the work is done elsewhere."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -9,6 +10,7 @@ try:
 except ImportError:
     sys.exit("the command needs the extra [train]: pip install 'equipoise[train]'")
 
+from equipoise.cli.benchmark import benchmark
 from equipoise.cli.data import data
 from equipoise.cli.inspect import inspect
 from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, RunFolder, Set, Split, Which, epilog
@@ -55,7 +57,8 @@ def train(
     outcome = run(Recipe.read(recipe, changes or ()), out, data_dir=data_dir, resume=resume)
     record = {"step": outcome.step, "metrics": outcome.metrics, "best": outcome.best, "out": str(out)}
     record["interrupted"] = outcome.interrupted
-    show(record, as_json)
+    if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
+        show(record, as_json)
     if outcome.interrupted:
         raise typer.Exit(130)
 
@@ -180,6 +183,9 @@ def generate(
 app.command(
     epilog=epilog("inspect runs/ptb --data-dir DIR", "inspect runs/ptb/checkpoints/step-000800 --depths 1,12 --json")
 )(inspect)
+app.command(epilog=epilog("benchmark solver --out runs/bench", "benchmark train-step --out runs/bench --shape small"))(
+    benchmark
+)
 app.command(
     short_help="Draw figures from the logs of runs.",
     epilog=epilog("plot all runs/ptb", "plot training runs/ptb runs/lstm --out figures", "list figures"),
@@ -190,7 +196,7 @@ app.command(epilog=epilog("data --data-dir DIR", "data embedded", "data ptb --da
 @app.command("list", epilog=epilog("list", "list models 'deq_*'", "list recipes"))
 def list_names(
     kind: Annotated[
-        str, typer.Argument(help="models, tasks, solvers, adjoints, corpora, recipes, figures, or all.")
+        str, typer.Argument(help="models, tasks, solvers, adjoints, corpora, recipes, figures, benchmarks, or all.")
     ] = "all",
     pattern: Annotated[str, typer.Argument(help="Shell pattern, e.g. 'deq_*'.")] = "*",
     as_json: AsJson = False,

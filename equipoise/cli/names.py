@@ -12,13 +12,14 @@ import equipoise
 def known_names() -> dict[str, dict[str, str]]:
     """Names and descriptions by kind."""
     from equipoise.adjoints import ADJOINTS
+    from equipoise.bench import CASES
     from equipoise.models import MODELS
     from equipoise.solvers import SOLVERS
     from equipoise.tasks import TASKS
 
     registries = {"models": MODELS, "tasks": TASKS, "solvers": SOLVERS, "adjoints": ADJOINTS}
     names = {kind: _described(registry) for kind, registry in registries.items()}
-    return {**names, "corpora": corpora(), "recipes": recipes(), "figures": _figures()}
+    return {**names, "corpora": corpora(), "recipes": recipes(), "figures": _figures(), "benchmarks": _described(CASES)}
 
 
 def corpora() -> dict[str, str]:

@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count
 from equipoise._fixed_point import solve
-from equipoise._module import DEQ, Plan
+from equipoise._module import DEQ, Plan, solutions_of
 from equipoise._solution import EquilibriumWarning, Solution, Status
 from equipoise._stop import Stop
-from equipoise._tree import Tree
+from equipoise._tree import Tree, tree_tensors
 from equipoise.adjoints import Implicit
 from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
+from equipoise.penalties import jacobian_penalty
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.evaluate import write_json
 from equipoise.train.load import TrainedRun, open_run
+from equipoise.train.recipe import Recipe
 from equipoise.train.tracking import environment
 
 DEPTHS = (1, 2, 4, 8, 16, 30)
@@ -32,6 +34,7 @@ SOLVERS = ("picard", "anderson", "broyden")
 REPEATS = 3
 FILE = "inspect.json"
 _SYSTEMS = 32  # of each batch, whose spectral radius is taken: it needs many products with the Jacobian
+_MOST_CARRIED = 16  # batches before the one that is measured
 _TRACE = (30, 60)  # fewest and most steps of a convergence curve
 # Tighter than any plan of training, in float64, and given up in reasonable time where there is nothing to be found.
 _TRUTH = Stop(rtol=1e-6, max_steps=60, plateau=20)
@@ -192,16 +195,19 @@ def _solve_batches(opened: TrainedRun, split: str, batches: int) -> list[_Solved
 
 
 class _Objective(nn.Module):
-    """A model with its training loss on top: what gradients, memory and time are measured on."""
+    """A model with its training loss on top, and a Jacobian penalty of some weight: what is measured."""
 
-    def __init__(self, model: nn.Module, opened: TrainedRun) -> None:
+    def __init__(self, model: nn.Module, opened: TrainedRun, penalty: float = 0.0) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.penalty = model, penalty
         # A closure, so that a copy of this module copies the model but not the task and its data.
         self.loss = lambda model, batch, carry: opened.task.training_step(model, batch, carry, 0)[0]["loss"]
 
     def forward(self, batch: Any, carry: Any) -> Tensor:
-        loss: Tensor = self.loss(self.model, batch, carry)
+        with solutions_of(self.model) as solutions:
+            loss: Tensor = self.loss(self.model, batch, carry)
+        if self.penalty:
+            loss = loss + self.penalty * torch.stack([jacobian_penalty(found) for found, _ in solutions]).mean()
         return loss
 
 
@@ -266,14 +272,18 @@ def _training_step(
     model, equilibrium = opened.model, bool(_deqs(opened.model))
     if equilibrium and not hasattr(model, "explicit"):
         notes.append(f"{type(model).__name__} has no explicit twin (explicit(depth)) to compare memory and time with.")
-    twins = depths if equilibrium and hasattr(model, "explicit") else ()
-    own = "DEQ" if equilibrium else opened.config["model"]["name"]
+    cases: dict[str, tuple[int | None, float]] = {"DEQ" if equilibrium else opened.config["model"]["name"]: (None, 0.0)}
+    weight = _penalty_weight(opened) if equilibrium else 0.0
+    if weight:
+        cases["DEQ, penalty"] = (None, weight)  # a step on which it is drawn keeps what second derivatives need too
+    if equilibrium and hasattr(model, "explicit"):
+        cases |= {f"{depth} layer{'s' if depth > 1 else ''}": (depth, 0.0) for depth in depths}
     batch, carry = _training_batch(opened)
     memory, times = [], []
-    for depth in (None, *twins):
-        name = own if depth is None else f"{depth} layer{'s' if depth > 1 else ''}"
+    for name, (depth, penalty) in cases.items():
         say(f"memory and time of a training step: {name}")
-        objective = _Objective(model if depth is None else model.explicit(depth), opened).train()  # type: ignore[operator]
+        network: Any = model if depth is None else model.explicit(depth)  # type: ignore[operator]
+        objective = _Objective(network, opened, penalty).train()
         try:
             with opened.autocast():
                 report = memory_report(objective, (batch, carry), lambda loss: loss)
@@ -288,16 +298,28 @@ def _training_step(
     return {"memory": memory, "time": times}
 
 
+def _penalty_weight(opened: TrainedRun) -> float:
+    """The weight of the Jacobian penalty at the end of training; 0 if there was none."""
+    recipe = Recipe.from_data(opened.config, str(opened.folder / "config.json"))
+    sure = dataclasses.replace(recipe.penalty, probability=1.0, stop=None)
+    return sure.weight_at(recipe.train.seed, max(recipe.train.steps - 1, recipe.warmup.steps), recipe.warmup.steps)
+
+
 @torch.no_grad()
 def _training_batch(opened: TrainedRun) -> tuple[Any, Any]:
-    """The second training batch, with what is carried over from the first."""
+    """A training batch, with what is carried over from those before it: enough of them to fill the memory."""
     # With accumulation a step goes share by share, so that memory is that of one.
     shares = opened.config.get("train", {}).get("accumulation", 1)
     splits = opened.splits if shares == 1 else opened.task.share(0, shares).data()
-    first, second = (splits.train(position).to(opened.device) for position in range(2))
-    with opened.autocast():
-        _, carry = opened.task.training_step(opened.model, first, None, 0)
-    return second, carry
+    carry: Any = None
+    sizes: list[torch.Size] = []
+    for position in range(_MOST_CARRIED):
+        with opened.autocast():
+            carry = opened.task.training_step(opened.model, splits.train(position).to(opened.device), carry, 0)[1]
+        before, sizes = sizes, [tensor.shape for tensor in tree_tensors(carry)]
+        if sizes == before:
+            break
+    return splits.train(position + 1).to(opened.device), carry
 
 
 def _time(objective: nn.Module, batch: Any, carry: Any, opened: TrainedRun) -> dict[str, float]:

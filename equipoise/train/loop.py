@@ -256,7 +256,9 @@ class _Run:
         self.state.seconds = self._clock()
         folder = self.state.save(root, self.config, self.processes)
         if self.processes.main:
-            score = (metrics or {}).get(self.task.score)
+            # The score of a warm-up stack is not that of the equilibrium its weights will be loaded as.
+            stack = self.schedule is not None and self.schedule.at(self.state.step).phase == "warmup"
+            score = None if stack else (metrics or {}).get(self.task.score)
             note_best(root, folder, self.state.step, self.task.score, score, self.recipe.train.keep)
 
     # What a run says

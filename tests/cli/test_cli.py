@@ -30,6 +30,7 @@ COMMANDS = {
     "evaluate": ("RUN", "--split", "--steps", "--sweep", "--solver", "--which", "--data-dir", "--json"),
     "generate": ("RUN", "--prompt", "--length", "--temperature", "--top-k", "--top-p", "--seed", "--samples", "--json"),
     "inspect": ("RUN", "--split", "--batches", "--depths", "--which", "--data-dir", "--json"),
+    "benchmark": ("CASE", "--out", "--shape", "--device", "--rounds", "--json"),
     "plot": ("FIGURE", "RUN", "--out", "--json"),
     "data": ("CORPUS", "--tokens", "--data-dir", "--json"),
     "list": ("KIND", "PATTERN", "--json"),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_everything_that_can_be_named_is_listed():
     record = json.loads(invoke("list", "--json").stdout)
-    assert set(record) == {"models", "tasks", "solvers", "adjoints", "corpora", "recipes", "figures"}
+    assert set(record) == {"models", "tasks", "solvers", "adjoints", "corpora", "recipes", "figures", "benchmarks"}
     assert list(record["models"]) == sorted(MODELS)
     assert list(record["tasks"]) == ["copy_memory", "language_model"]
     assert (list(record["solvers"]), list(record["adjoints"])) == (sorted(SOLVERS), sorted(ADJOINTS))

@@ -1,0 +1,47 @@
+"""Benchmarks by name: ratios in one run, refused where the results are not right."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from equipoise._errors import unknown_name
+from equipoise.bench import solver, train_step
+from equipoise.bench.cells import SHAPES
+from equipoise.bench.harness import CASES, Check, Row, Timing, in_turns, register_case, table
+
+__all__ = ["CASES", "Check", "Row", "Timing", "in_turns", "register_case", "run_case", "solver", "table", "train_step"]
+
+FILE = "benchmark.json"
+
+
+def run_case(
+    name: str, out: str | Path, *, shapes: Sequence[str] | None = None, device: str | None = None, rounds: int = 15
+) -> list[Row]:
+    """Run a benchmark and write OUT/benchmark.json.
+
+    Args:
+        name: Of the benchmark.
+        out: Folder of the results; what is in benchmark.json of another benchmark stays.
+        shapes: Names of shapes; all but "tiny" if None.
+        device: Where to run; a GPU if there is one, by default.
+        rounds: Times that each candidate is timed.
+    """
+    from equipoise.train.tracking import environment
+
+    chosen = [key for key in SHAPES if key != "tiny"] if shapes is None else list(shapes)
+    for shape in chosen:
+        if shape not in SHAPES:
+            raise unknown_name("shape", shape, SHAPES)
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    rows: list[Row] = CASES.find(name)(chosen, place, rounds)
+    path = Path(out) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    known["environment"] = environment()
+    known[name] = [row.record() for row in rows]
+    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    return rows
