@@ -1,6 +1,8 @@
-"""What sequence models share: settings from overrides, checks of tokens, the output layer."""
+"""What sequence models share: settings from overrides, checks of tokens, the output layer, solves in a row."""
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -8,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from equipoise._errors import unknown_name
+from equipoise._solution import Stats
 
 Settings = TypeVar("Settings")
 
@@ -58,3 +61,20 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-likelihood of each target in nats, (B, T), computed in float32 at least."""
     work = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return F.cross_entropy(work.flatten(0, 1), targets.flatten().long(), reduction="none").view(targets.shape)
+
+
+def stats_in_a_row(parts: Sequence[Stats]) -> Stats:
+    """Statistics of chunks solved one after another: work adds up, the worst residual and the first failure count."""
+    return functools.reduce(_worse, parts)
+
+
+def _worse(a: Stats, b: Stats) -> Stats:
+    return dataclasses.replace(
+        a,
+        status=torch.where(a.ok, b.status, a.status),
+        residual=torch.maximum(a.residual, b.residual),
+        steps=a.steps + b.steps,
+        nfe=a.nfe + b.nfe,
+        trace=None,
+        solver_bytes=max(a.solver_bytes, b.solver_bytes),
+    )

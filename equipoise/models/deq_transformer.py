@@ -6,7 +6,6 @@ S. Bai, V. Koltun, J. Z. Kolter, Stabilizing equilibrium models by Jacobian regu
 
 import copy
 import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from equipoise._scope import SolveScope, solve_constant
 from equipoise._solution import Solution
 from equipoise._stop import Stop
 from equipoise.adjoints import Implicit, Unroll
-from equipoise.models.deq_trellisnet import _worse
+from equipoise.models._sequence import stats_in_a_row
 from equipoise.models.outputs import LMOutput
 from equipoise.models.registry import register_model
 from equipoise.nn.attention import Past, Positions, RelativeAttention, initialised
@@ -390,7 +389,7 @@ def _extended(past: Past | None, new: Past) -> Past:
 
 def _joined(solutions: list[Solution]) -> Solution:
     """One solution from those of chunks; it has no problem, and no statistics of the backward pass."""
-    stats = functools.reduce(_worse, (solution.stats for solution in solutions))
+    stats = stats_in_a_row([solution.stats for solution in solutions])
     return Solution(torch.cat([solution.value for solution in solutions], dim=1), stats)
 
 

@@ -15,7 +15,6 @@ Reference: S. Bai, J. Z. Kolter, V. Koltun, Trellis networks for sequence modeli
 NeurIPS 2019.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +27,19 @@ from torch.utils.checkpoint import checkpoint as recompute
 from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._module import DEQ, Plan
 from equipoise._scope import SolveScope, solve_constant
-from equipoise._solution import Solution, Stats
+from equipoise._solution import Solution
 from equipoise._stop import Stop
 from equipoise._tree import register_record
 from equipoise.adjoints import Implicit
 from equipoise.models._scan import linear_scan, neighbour
-from equipoise.models._sequence import check_memory, check_tokens, read_out, settings, token_losses
+from equipoise.models._sequence import (
+    check_memory,
+    check_tokens,
+    read_out,
+    settings,
+    stats_in_a_row,
+    token_losses,
+)
 from equipoise.models.outputs import LMOutput
 from equipoise.models.registry import register_model
 from equipoise.nn.dropout import SequenceDropout
@@ -437,10 +443,7 @@ class DEQTrellisNet(nn.Module):
             value: Any = tuple(torch.cat(parts, dim=1) for parts in zip(*(s.value for s in solutions), strict=True))
         else:
             value = torch.cat([s.value for s in solutions], dim=1)
-        total = solutions[0].stats
-        for solution in solutions[1:]:
-            total = _worse(total, solution.stats)
-        return Solution(value, total)
+        return Solution(value, stats_in_a_row([solution.stats for solution in solutions]))
 
 
 def _last(before: Tensor, values: Tensor) -> Tensor:
@@ -449,19 +452,6 @@ def _last(before: Tensor, values: Tensor) -> Tensor:
     if length >= count:
         return values[:, length - count :]
     return torch.cat([before[:, length:], values], dim=1)
-
-
-def _worse(a: Stats, b: Stats) -> Stats:
-    """Statistics of two solves in a row."""
-    return dataclasses.replace(
-        a,
-        status=torch.where(a.ok, b.status, a.status),
-        residual=torch.maximum(a.residual, b.residual),
-        steps=a.steps + b.steps,
-        nfe=a.nfe + b.nfe,
-        trace=None,
-        solver_bytes=max(a.solver_bytes, b.solver_bytes),
-    )
 
 
 class ExplicitTrellisNet(nn.Module):
