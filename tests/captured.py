@@ -79,7 +79,7 @@ def step(deq, *inputs, seed=3, **options):
     return solution, grads, torch.get_rng_state()
 
 
-def close(a, b, tolerance):
+def assert_close(a, b, tolerance):
     for x, y in zip(tensors(a), tensors(b), strict=True):
         if x.is_floating_point():
             torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -95,16 +95,16 @@ def same_statistics(ours, theirs, tolerance):
     torch.testing.assert_close(ours.residual, theirs.residual, rtol=1e-3, atol=tolerance)
 
 
-def compare(deq, *inputs, tolerance=1e-10, solves=2, **options):
+def assert_engines_agree(deq, *inputs, tolerance=1e-10, solves=2, **options):
     """Solves and gradients of both engines, with the same seeds."""
     for seed in range(solves):
         deq.engine = "eager"
         eager, expected, after = step(deq, *inputs, seed=seed, **options)
         deq.engine = "captured"
         captured, grads, after_captured = step(deq, *inputs, seed=seed, **options)
-        close(captured.value, eager.value, tolerance)
+        assert_close(captured.value, eager.value, tolerance)
         assert [g is None for g in grads] == [g is None for g in expected]
-        close(grads, expected, tolerance)
+        assert_close(grads, expected, tolerance)
         same_statistics(captured.stats, eager.stats, tolerance)
         same_statistics(captured.backward, eager.backward, tolerance)
         assert torch.equal(after, after_captured)
@@ -113,7 +113,7 @@ def compare(deq, *inputs, tolerance=1e-10, solves=2, **options):
     return captured, eager
 
 
-def falls_back(deq, *inputs, reason, grad=True, **options):
+def assert_falls_back(deq, *inputs, reason, grad=True, **options):
     """The eager result, with a warning that says why."""
     deq.engine = "eager"
     torch.manual_seed(0)
@@ -124,7 +124,7 @@ def falls_back(deq, *inputs, reason, grad=True, **options):
         torch.manual_seed(0)
         with pytest.warns(eq.EquilibriumWarning, match=reason):
             solution = deq(*inputs, **options)
-        close(solution.value, expected.value, 0)
+        assert_close(solution.value, expected.value, 0)
         assert torch.equal(torch.get_rng_state(), after)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is said once

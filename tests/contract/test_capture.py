@@ -19,8 +19,8 @@ from tests.captured import (
     SOLVERS,
     Scoped,
     Tanh,
-    close,
-    compare,
+    assert_close,
+    assert_engines_agree,
     deq_of,
     inputs_of,
     loss_of,
@@ -41,7 +41,7 @@ def test_every_solver_and_budget(name, select, dtype):
     for rtol, most in ((1e-5 if dtype == torch.float64 else 1e-3, 60), (0.0, 5)):
         stop = eq.Stop(rtol=rtol, max_steps=most, select=select)
         deq = deq_of(Tanh(dtype=dtype), solver, stop, eq.Implicit(solver=solver, stop=stop))
-        compare(deq, x, tolerance=CLOSE[dtype])
+        assert_engines_agree(deq, x, tolerance=CLOSE[dtype])
 
 
 @pytest.mark.filterwarnings("ignore:the backward solve:equipoise.EquilibriumWarning")
@@ -49,7 +49,7 @@ def test_every_solver_and_budget(name, select, dtype):
 def test_a_budget_that_ends_too_early(name):
     stop = eq.Stop(rtol=1e-8, max_steps=3)
     deq = deq_of(Tanh(), SOLVERS[name], stop, eq.Implicit(solver=SOLVERS[name], stop=stop))
-    captured, _ = compare(deq, inputs_of().requires_grad_())
+    captured, _ = assert_engines_agree(deq, inputs_of().requires_grad_())
     assert captured.stats.status.tolist() == [int(eq.Status.MAX_STEPS)] * 5
 
 
@@ -94,7 +94,7 @@ def test_systems_of_different_kinds_in_one_batch():
             captured = [deq(a, x, z0=torch.zeros_like(x)) for _ in range(2)][-1]
             deq.engine = "eager"
             eager = deq(a, x, z0=torch.zeros_like(x))
-        close(captured.value, eager.value, 1e-12)
+        assert_close(captured.value, eager.value, 1e-12)
         assert torch.equal(captured.stats.status, eager.stats.status)
         assert torch.equal(captured.stats.steps, eager.stats.steps)
         assert len(set(captured.stats.status.tolist())) >= 3
@@ -116,7 +116,7 @@ class Pair(nn.Module):
 def test_trees_whose_leaves_are_exchanged():
     x = inputs_of(4).view(5, 4).requires_grad_()
     deq = deq_of(Pair(), initial_state=lambda x: {"a": torch.ones_like(x), "b": torch.zeros_like(x)})
-    compare(deq, x)
+    assert_engines_agree(deq, x)
 
 
 def test_leaves_of_mixed_dtypes_and_a_constant_one():
@@ -131,13 +131,13 @@ def test_leaves_of_mixed_dtypes_and_a_constant_one():
 
     stop = eq.Stop(rtol=1e-4, max_steps=40)
     deq = deq_of(Mixed(), stop=stop, adjoint=eq.Implicit(stop=stop), initial_state=lambda x: (x * 0, x.bfloat16() * 0))
-    compare(deq, inputs_of(3, dtype=torch.float32).requires_grad_(), tolerance=1e-4)
+    assert_engines_agree(deq, inputs_of(3, dtype=torch.float32).requires_grad_(), tolerance=1e-4)
 
 
 @pytest.mark.parametrize("batch_dims", [0, 1, 2])
 def test_batch_dims(batch_dims):
     x = inputs_of(20).view(5, 5, 4).requires_grad_()
-    compare(deq_of(Tanh(4), eq.Anderson(), batch_dims=batch_dims), x)
+    assert_engines_agree(deq_of(Tanh(4), eq.Anderson(), batch_dims=batch_dims), x)
 
 
 def test_channels_last_images():
@@ -152,7 +152,7 @@ def test_channels_last_images():
             return torch.tanh(0.5 * self.conv(z) + x)
 
     x = inputs_of(48, batch=2).view(2, 3, 4, 4).to(memory_format=torch.channels_last).requires_grad_()
-    compare(deq_of(Image()), x)
+    assert_engines_agree(deq_of(Image()), x)
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -167,10 +167,10 @@ def test_scope(train):
     values = []
     for seed in (5, 6, 6):
         (a, da, after_a), (b, db, after_b) = step(ours, x, seed=seed), step(theirs, x, seed=seed)
-        close((a.value, da), (b.value, db), 1e-10)
+        assert_close((a.value, da), (b.value, db), 1e-10)
         assert torch.equal(after_a, after_b)
-        close(list(cell.buffers()), list(twin.buffers()), 1e-12)
-        close(list(a.problem.scope._drawn.values()), list(b.problem.scope._drawn.values()), 1e-12)
+        assert_close(list(cell.buffers()), list(twin.buffers()), 1e-12)
+        assert_close(list(a.problem.scope._drawn.values()), list(b.problem.scope._drawn.values()), 1e-12)
         values.append(a.value)
     assert train != bool(torch.equal(values[0], values[1]))
     assert ours.capture.recorded == 1
@@ -186,7 +186,7 @@ def test_a_draw_that_depends_on_values_is_made_by_evaluating():
             return torch.tanh(0.3 * z * eq.solve_constant(self, x) + x)
 
     deq, x = deq_of(Scaled()), inputs_of()
-    compare(deq, x.requires_grad_(), solves=3)
+    assert_engines_agree(deq, x.requires_grad_(), solves=3)
 
 
 def test_no_grad_and_inference_mode_share_a_recording():
@@ -195,16 +195,16 @@ def test_no_grad_and_inference_mode_share_a_recording():
     expected = deq(x).value.detach()
     deq.engine = "captured"
     with torch.inference_mode():
-        close(deq(x).value, expected, 1e-12)
+        assert_close(deq(x).value, expected, 1e-12)
         inside = inputs_of()
-        close(deq(inside).value, expected, 1e-12)
+        assert_close(deq(inside).value, expected, 1e-12)
     with torch.no_grad():
         solution = deq(x)
-        close(solution.value, expected, 1e-12)
+        assert_close(solution.value, expected, 1e-12)
         assert solution.backward is None
         assert not solution.value.requires_grad
     with torch.inference_mode():
-        close(deq(x).value, expected, 1e-12)
+        assert_close(deq(x).value, expected, 1e-12)
     assert deq.capture.recorded == 1
 
 
@@ -215,7 +215,7 @@ def test_nothing_wants_a_gradient():
     assert not solution.value.requires_grad
     assert deq.capture.recorded == 1
     assert not deq.capture.fallbacks
-    compare(deq_of(cell), inputs_of().requires_grad_())
+    assert_engines_agree(deq_of(cell), inputs_of().requires_grad_())
 
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson()], ids=str)
@@ -234,7 +234,7 @@ def test_bf16_autocast(solver):
                 outside = torch.nn.functional.linear(x, deq.cell.weight)  # no cast of a recording is left behind
             assert solution.value.dtype == torch.float32
             results.append((solution.value, outside, torch.autograd.grad(loss_of(solution.value), deq.parameters())))
-        close(results[1], results[0], 1e-5)
+        assert_close(results[1], results[0], 1e-5)
         for p, grad in zip(deq.parameters(), results[0][2], strict=True):
             p.grad = grad
         optimiser.step()
@@ -259,7 +259,7 @@ def test_two_forwards_before_one_backward():
     assert deq.capture.recorded == 2
     assert deq.capture.replayed == 2
     for solution, x, truth in reversed(list(zip(solutions, xs, expected, strict=True))):
-        close(torch.autograd.grad(loss_of(solution.value), x)[0], truth, 1e-10)
+        assert_close(torch.autograd.grad(loss_of(solution.value), x)[0], truth, 1e-10)
     deq(xs[0])
     assert deq.capture.replayed == 3
 
@@ -310,7 +310,7 @@ def test_some_cotangents_are_missing_or_zero():
         a = deq(x).value["a"]
         results.append(torch.autograd.grad(a[1].sum(), x))
         results.append(torch.autograd.grad((deq(x).value["b"] * 0).sum(), x))
-    close(results[2:], results[:2], 1e-10)
+    assert_close(results[2:], results[:2], 1e-10)
     assert results[2][0][1].abs().max() > 0
     assert torch.equal(results[3][0], torch.zeros_like(x))
 
@@ -346,7 +346,7 @@ def test_backward_in_another_thread():
         thread.start()
         thread.join()
         results.append(x.grad)
-    close(results[1], results[0], 1e-6)
+    assert_close(results[1], results[0], 1e-6)
     assert deq.capture.replayed == 1
 
 
@@ -377,7 +377,7 @@ def test_what_is_recomputed_finds_the_constants_of_its_solve(solves):
     (cotangent,) = torch.autograd.grad(loss_of(root), root)
     wanted = [mix.weight, mix.bias, x]
     truth = eq.theory.dense_gradient(lambda z: torch.tanh(0.7 * mask * mix(z) + x), root.detach(), cotangent, wanted)
-    close(grads, list(truth), 1e-8)
+    assert_close(grads, list(truth), 1e-8)
     assert deq.capture.replayed == solves
 
 
@@ -396,10 +396,10 @@ def test_parameters_updated_in_place_stay_valid():
             values.append(model(x).value)
             loss_of(values[-1]).backward()
             optimiser.step()
-        close(values[0], values[1], 1e-10)
+        assert_close(values[0], values[1], 1e-10)
     deq.load_state_dict({name: value * 0.5 for name, value in twin.state_dict().items()})
     twin.load_state_dict(deq.state_dict())
-    close(deq(x).value, twin(x).value, 1e-10)
+    assert_close(deq(x).value, twin(x).value, 1e-10)
     assert deq.capture.recorded == 1
 
 
@@ -409,7 +409,7 @@ def test_replaced_parameters_are_recorded_anew():
     def check(recorded):
         value = deq(x.to(deq.cell.weight.dtype)).value
         deq.engine = "eager"
-        close(value, deq(x.to(deq.cell.weight.dtype)).value, CLOSE[value.dtype])
+        assert_close(value, deq(x.to(deq.cell.weight.dtype)).value, CLOSE[value.dtype])
         deq.engine = "captured"
         assert deq.capture.recorded == recorded
 
@@ -455,7 +455,7 @@ def test_attributes_and_modes_of_the_cell_belong_to_a_recording():
             torch.manual_seed(1)
             with torch.no_grad():
                 values.append(deq(x).value)
-        close(values[1], values[0], 1e-12)
+        assert_close(values[1], values[0], 1e-12)
     assert deq.capture.recorded == 1 + len(changes) - 1  # a buffer changed in place is read where it is
 
 
@@ -475,7 +475,7 @@ def test_shapes_are_bounded_and_leased_recordings_survive(monkeypatch):
     del loss
     assert alive[0]() is None
     deq.engine = "eager"
-    close(grad, torch.autograd.grad(loss_of(deq(first).value), first)[0], 1e-10)
+    assert_close(grad, torch.autograd.grad(loss_of(deq(first).value), first)[0], 1e-10)
     deq.engine = "captured"
     deq(inputs_of(batch=6))
     assert deq.capture.recorded == 5
@@ -521,7 +521,7 @@ def test_inputs_of_all_kinds():
     options = {"shift": x[:1].expand(5, 6), "use": True, "index": torch.tensor([0, 1, 0, 1, 1]), "none": None}
     table = inputs_of(batch=2, seed=4).requires_grad_()
     deq = deq_of(Many(), in_dims=None)
-    compare(deq, x, options, 0.5, "plain", table)
+    assert_engines_agree(deq, x, options, 0.5, "plain", table)
     assert deq.capture.recorded == 1
     with torch.no_grad():
         value = deq(x, {**options, "use": False}, 0.5, "plain", table).value
@@ -536,8 +536,8 @@ def test_the_same_tensor_twice_and_views_of_it():
             return 0.5 * torch.tanh(z * y) + x
 
     base = inputs_of().requires_grad_()
-    compare(deq_of(Twice()), base, base)
-    compare(deq_of(Twice()), base.flip(0), base.T.contiguous().T)
+    assert_engines_agree(deq_of(Twice()), base, base)
+    assert_engines_agree(deq_of(Twice()), base.flip(0), base.T.contiguous().T)
 
 
 def test_a_start_that_is_given():
@@ -545,7 +545,7 @@ def test_a_start_that_is_given():
     deq = deq_of(Tanh())
     root = deq(x).value.detach()
     deq.capture.replayed = 0
-    captured, _ = compare(deq, x, z0=root, tolerance=1e-9)
+    captured, _ = assert_engines_agree(deq, x, z0=root, tolerance=1e-9)
     assert captured.stats.steps.tolist() == [0] * 5
     assert torch.equal(captured.value, root)
 
@@ -560,8 +560,8 @@ def test_one_system_and_a_map_that_ignores_its_state():
         def forward(self, z, x):
             return self.used * x
 
-    compare(deq_of(Constant()), inputs_of(batch=1).requires_grad_())
-    compare(deq_of(Tanh(), eq.Anderson()), inputs_of(batch=1).requires_grad_())
+    assert_engines_agree(deq_of(Constant()), inputs_of(batch=1).requires_grad_())
+    assert_engines_agree(deq_of(Tanh(), eq.Anderson()), inputs_of(batch=1).requires_grad_())
 
 
 # Copies, penalties, diagnostics, models
@@ -574,7 +574,7 @@ def test_copies_begin_without_recordings():
     for twin in (copy.deepcopy(deq), pickle.loads(pickle.dumps(deq))):
         assert twin.engine == "captured"
         assert twin._capture is None
-        close(twin(x).value, expected, 1e-12)
+        assert_close(twin(x).value, expected, 1e-12)
         assert twin.capture.recorded == 1
 
 
@@ -591,7 +591,7 @@ def test_penalties_and_diagnostics_of_captured_solutions():
         results.append((penalty, grads, eq.spectral_radius(solution)))
         audit = eq.audit_gradient(deq, x, lambda solution: loss_of(solution.value))
         assert audit.cosine > 1 - 1e-9
-    close(results[1], results[0], 1e-8)
+    assert_close(results[1], results[0], 1e-8)
     assert deq.capture.replayed == 1
     assert not deq.capture.fallbacks
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import equipoise as eq
-from tests.captured import FIXED, Scoped, Tanh, close, deq_of, falls_back, inputs_of, loss_of
+from tests.captured import FIXED, Scoped, Tanh, assert_close, assert_falls_back, deq_of, inputs_of, loss_of
 
 # What is left to the eager engine
 
@@ -75,14 +75,14 @@ def hooked():
 )
 def test_fallbacks(make, reason):
     x = inputs_of().requires_grad_()
-    solution = falls_back(make(), x, reason=reason)
+    solution = assert_falls_back(make(), x, reason=reason)
     assert torch.autograd.grad(loss_of(solution.value), x)[0].abs().max() > 0
 
 
 @pytest.mark.parametrize("adjoint", [eq.Reversible(), eq.Shine()], ids=["reversible", "shine"])
 def test_adjoints_that_solve_in_their_own_way(adjoint):
     deq = deq_of(Tanh(), eq.Broyden(), FIXED, adjoint)
-    falls_back(deq, inputs_of(), reason="solves in its own way", grad=False)
+    assert_falls_back(deq, inputs_of(), reason="solves in its own way", grad=False)
 
 
 @pytest.mark.parametrize("adjoint", [eq.Phantom(), eq.Unroll(), eq.Neumann(), eq.Implicit(any_order=True)], ids=str)
@@ -91,12 +91,12 @@ def test_without_gradients_the_adjoint_does_not_matter(adjoint):
     with torch.no_grad():
         value = deq(x).value
         deq.engine = "eager"
-        close(value, deq(x).value, 1e-12)
+        assert_close(value, deq(x).value, 1e-12)
     assert deq.capture.replayed == 1
 
 
 def test_no_systems():
-    solution = falls_back(deq_of(Tanh()), torch.zeros(0, 6, dtype=torch.float64), reason="nothing to solve for")
+    solution = assert_falls_back(deq_of(Tanh()), torch.zeros(0, 6, dtype=torch.float64), reason="nothing to solve for")
     assert solution.value.shape == (0, 6)
 
 
@@ -108,17 +108,19 @@ def test_an_object_as_input():
         def forward(self, z, x, holder):
             return holder.x * torch.tanh(z) + x
 
-    falls_back(deq_of(Cell()), inputs_of(), Holder(), reason="of type Holder, which can neither be copied nor compared")
+    assert_falls_back(
+        deq_of(Cell()), inputs_of(), Holder(), reason="of type Holder, which can neither be copied nor compared"
+    )
 
 
 def test_surroundings():
     x = inputs_of().requires_grad_()
     with torch.autograd.graph.save_on_cpu():
-        falls_back(deq_of(Tanh()), x, reason="hooks on saved tensors")
+        assert_falls_back(deq_of(Tanh()), x, reason="hooks on saved tensors")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Anomaly Detection")
         with torch.autograd.set_detect_anomaly(True):
-            falls_back(deq_of(Tanh()), x, reason="anomaly detection")
+            assert_falls_back(deq_of(Tanh()), x, reason="anomaly detection")
 
 
 def test_a_solve_inside_another_one():
@@ -142,7 +144,7 @@ def test_functorch():
         grad = torch.func.grad(lambda x: loss_of(deq(x).value))(x)
     x = x.requires_grad_()
     deq.engine = "eager"
-    close(grad, torch.autograd.grad(loss_of(deq(x).value), x)[0], 1e-6)
+    assert_close(grad, torch.autograd.grad(loss_of(deq(x).value), x)[0], 1e-6)
 
 
 @pytest.mark.slow
@@ -153,7 +155,7 @@ def test_a_compiled_region_around_the_solve():
         value = [compiled(x) for _ in range(2)][-1]
         assert set(deq.capture.fallbacks) == {"a compiled region is around the solve"}
         deq.engine = "eager"
-        close(value, deq(x).value, 1e-12)
+        assert_close(value, deq(x).value, 1e-12)
 
 
 def test_auto_never_records_on_the_cpu():

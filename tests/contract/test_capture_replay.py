@@ -19,8 +19,8 @@ from tests.captured import (
     FIXED,
     Scoped,
     Tanh,
-    close,
-    compare,
+    assert_close,
+    assert_engines_agree,
     deq_of,
     inputs_of,
     loss_of,
@@ -116,7 +116,7 @@ def test_replayed_operations_train_as_the_eager_engine_does(emulated, monkeypatc
             with torch.no_grad():
                 for p in model.parameters():
                     p -= 0.05 * p.grad
-        close(results[1], results[0], 1e-6)
+        assert_close(results[1], results[0], 1e-6)
     assert deq.capture.recorded == 1
     assert deq.capture.replayed == 3
     assert not deq.capture.fallbacks
@@ -143,7 +143,7 @@ def test_replayed_operations_with_two_leases_and_saved_indices(emulated):
     for _ in range(2):
         losses = [loss_of(deq(x).value) for x in xs]
         for loss, x, expected in zip(losses, xs, truth, strict=True):
-            close(torch.autograd.grad(loss, [x, *deq.parameters()]), expected, 1e-10)
+            assert_close(torch.autograd.grad(loss, [x, *deq.parameters()]), expected, 1e-10)
     assert deq.capture.recorded == 2
     assert deq.capture.replayed == 4
 
@@ -221,7 +221,7 @@ def test_training_steps_of_language_models(name):
             output.losses.mean().backward()
             losses.append(output.losses.detach())
         results.append((losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
-    close(results[1], results[0], 1e-6)
+    assert_close(results[1], results[0], 1e-6)
     assert model.deq.capture.replayed == 2
     assert not model.deq.capture.fallbacks
 
@@ -231,4 +231,4 @@ def test_training_steps_of_language_models(name):
 def test_compiled_cells():
     deq = deq_of(Scoped().double().eval(), stop=FIXED, adjoint=eq.Implicit(stop=FIXED))
     deq.compile_cell(backend="aot_eager")
-    compare(deq, inputs_of().requires_grad_())
+    assert_engines_agree(deq, inputs_of().requires_grad_())

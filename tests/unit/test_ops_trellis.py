@@ -41,7 +41,7 @@ def in_double(*tensors):
     return [tensor.detach().double().cpu().requires_grad_() for tensor in tensors]
 
 
-def close(found, expected, tolerance):
+def assert_close(found, expected, tolerance):
     torch.testing.assert_close(found.detach().double().cpu(), expected.detach(), rtol=tolerance, atol=tolerance)
 
 
@@ -53,13 +53,13 @@ def test_values_and_gradients(backend, size):
     assert h.shape == c.shape == (size[0], size[1], size[2])
     exact = in_double(pre, start)
     expected = loop(*exact)
-    close(h, expected[0], 1e-6)
-    close(c, expected[1], 1e-6)
+    assert_close(h, expected[0], 1e-6)
+    assert_close(c, expected[1], 1e-6)
     cotangents = [torch.randn_like(h), torch.randn_like(c)]
     found = torch.autograd.grad((h, c), (pre, start), cotangents)
     wide = [tensor.double().cpu() for tensor in cotangents]
     for ours, theirs in zip(found, torch.autograd.grad(expected, exact, wide), strict=True):
-        close(ours, theirs, 2e-6)
+        assert_close(ours, theirs, 2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -75,7 +75,7 @@ def test_a_cotangent_for_one_output_only(backend, which):
         found = torch.autograd.grad(outputs[which], (pre, start), cotangent, retain_graph=True)
         truth = torch.autograd.grad(expected[which], exact, cotangent.double().cpu(), retain_graph=True)
         for ours, theirs in zip(found, truth, strict=True):
-            close(ours, theirs, 2e-6)
+            assert_close(ours, theirs, 2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -88,13 +88,13 @@ def test_half_precision_rounds_on_writing_only(backend, half):
     exact = in_double(pre, start)
     expected = loop(*exact)
     eps = torch.finfo(half).eps
-    close(h, expected[0], 2 * eps)
-    close(c, expected[1], 2 * eps)
+    assert_close(h, expected[0], 2 * eps)
+    assert_close(c, expected[1], 2 * eps)
     cotangent = torch.randn_like(h)
     found = torch.autograd.grad(h, (pre, start), cotangent)
     for ours, theirs in zip(found, torch.autograd.grad(expected[0], exact, cotangent.double().cpu()), strict=True):
         assert ours.dtype == half
-        close(ours, theirs, 4 * eps)
+        assert_close(ours, theirs, 4 * eps)
 
 
 def test_large_gates_saturate_without_overflow():
@@ -102,8 +102,8 @@ def test_large_gates_saturate_without_overflow():
     huge = (1e3 * pre.detach()).requires_grad_()
     h, c = trellis_cell(huge, start, backend="triton")
     expected = loop(*in_double(huge, start))
-    close(h, expected[0], 1e-6)
-    close(c, expected[1], 1e-6)
+    assert_close(h, expected[0], 1e-6)
+    assert_close(c, expected[1], 1e-6)
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(h.sum(), (huge, start)))
 
 
@@ -118,7 +118,7 @@ def test_second_derivatives_of_the_kernel_go_through_the_twin():
 
     found = second(lambda *args: trellis_cell(*args, backend="triton"), pre, start)
     for ours, theirs in zip(found, second(loop, *exact), strict=True):
-        close(ours, theirs, 1e-5)
+        assert_close(ours, theirs, 1e-5)
 
 
 def test_only_what_needs_a_gradient_gets_one():
