@@ -12,7 +12,7 @@ _NUMERIC = "-0123456789"  # what a number begins with
 def show(record: dict[str, Any], as_json: bool) -> None:
     """A record for a person, or for a program."""
     if as_json:
-        from equipoise.train.evaluate import plain
+        from equipoise.train.tracking import plain
 
         print(json.dumps(plain(record), allow_nan=False))
         return

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from equipoise._errors import unknown_name
 from equipoise._module import DEQ, Plan, override
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
-from equipoise.train.tracking import StatsWindow, environment
+from equipoise.train.tracking import StatsWindow, environment, plain
 
 SOLVED = 5e-2  # 95th percentile of relative residuals up to which a number is called an equilibrium's
 AGREEMENT = 1e-2  # relative difference of the metric up to which two solves are said to give the same
@@ -250,12 +249,3 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def plain(value: Any) -> Any:
-    """A value in which every number is one that JSON knows, or a string that names it."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -57,13 +57,13 @@ class MetricsWriter:
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         """Append a record; values are numbers, strings, scalar tensors, or tables and lists of these."""
-        plain = {"step": step, **{key: _plain(value, key) for key, value in record.items()}}
-        if plain["step"] != step:
-            raise ValueError(f"a record of step {step} has a field 'step' of its own: {plain['step']!r}.")
-        line = json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n"
+        kept = {"step": step, **{key: plain(value, key) for key, value in record.items()}}
+        if kept["step"] != step:
+            raise ValueError(f"a record of step {step} has a field 'step' of its own: {kept['step']!r}.")
+        line = json.dumps(kept, allow_nan=False, ensure_ascii=False) + "\n"
         self._append(line.encode())
         for mirror in self.mirrors:
-            mirror.write(step, plain)
+            mirror.write(step, kept)
 
     def _append(self, line: bytes) -> None:
         """Write a line as a whole: if the disk is full, no part of it stays to spoil the next one."""
@@ -119,7 +119,8 @@ def _keep_until(path: Path, step: int) -> None:
     os.replace(partial, path)
 
 
-def _plain(value: Any, key: str) -> Any:
+def plain(value: Any, key: str = "") -> Any:
+    """A value as JSON holds it: numbers it does not know become strings; `key` names it in an error."""
     if hasattr(value, "tolist"):  # tensors, NumPy scalars and arrays
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -129,9 +130,9 @@ def _plain(value: Any, key: str) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(item, f"{key}.{name}") for name, item in value.items()}
+        return {str(name): plain(item, f"{key}.{name}" if key else str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, key) for item in value]
+        return [plain(item, key) for item in value]
     raise TypeError(f"metric {key!r} is a {type(value).__name__}, which has no place in a JSON line.")
 
 
