@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._compat import inside_functorch_transform
+from equipoise._compat import inside_functorch_transform, saves_tensors_elsewhere
 from equipoise._problem import Problem, StateSpec
 from equipoise._recording import CannotCapture, Recording, Snapshot, step_obstacle
 from equipoise._scope import current_scope
 from equipoise._solution import BackwardRecord, EquilibriumWarning, Solution, Stats
-from equipoise._tape import saves_tensors_elsewhere
 from equipoise._tree import Leaves, Tree, tree_flatten, tree_tensors
 from equipoise.adjoints.base import refuse_double_backward, report_failure
 from equipoise.adjoints.implicit import Implicit

@@ -1,5 +1,6 @@
 """What touches torch's private modules, beside `_tree` and `_sharding`: one place to look after a torch upgrade."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,8 +41,8 @@ def reenter_autocast(device_type: str, dtype: torch.dtype | None) -> AbstractCon
     return torch.autocast(device_type, dtype=dtype)
 
 
-def reaches_leaf(outputs: list[Tensor], except_for: list[Tensor]) -> bool:
-    """Whether a gradient of `outputs` would reach any leaf tensor by a way that does not end at `except_for`."""
+def leaves_reached(outputs: list[Tensor], except_for: list[Tensor]) -> Iterator[Tensor]:
+    """The leaf tensors that a gradient of `outputs` would reach by a way that does not end at `except_for`."""
     seen = {tensor.grad_fn for tensor in except_for}
     stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while stack:
@@ -50,9 +51,19 @@ def reaches_leaf(outputs: list[Tensor], except_for: list[Tensor]) -> bool:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            return True
+            yield node.variable
         stack.extend(following for following, _ in node.next_functions if following is not None)
-    return False
+
+
+def saves_tensors_elsewhere() -> bool:
+    """Whether hooks such as `torch.autograd.graph.save_on_cpu` are in effect for what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def abandon_pool(device: torch.device, pool: Any) -> None:
+    """Tell the allocator that a recording into this pool of memory is over, when it ended without telling."""
+    torch._C._cuda_endAllocateToPool(device.index, pool)
+    torch._C._cuda_releasePool(device.index, pool)
 
 
 def backward_pass() -> int | None:

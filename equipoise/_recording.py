@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise import _leaves
-from equipoise._compat import keep_backward_buffers
+from equipoise._compat import keep_backward_buffers, leaves_reached
 from equipoise._problem import Problem, StateSpec, pullback
 from equipoise._scope import SolveScope
 from equipoise._solution import Stats, Status
@@ -328,26 +328,11 @@ class _Adjoint:
 
     def has_gradient(self) -> bool:
         """Whether the graph reaches anything that wants a gradient; an error if some of it would be lost."""
-        ends = _ends(self.image, self.start)
+        ends = [tensor for tensor in self.image if tensor.requires_grad and tensor.grad_fn is None]  # f returns a leaf
+        ends += leaves_reached(self.image, except_for=self.start)
         if any(all(end is not wanted for wanted in self.static.wanted) for end in ends):
             raise CannotCapture("the cell uses a tensor that wants a gradient and is neither a parameter nor an input")
         return bool(ends)
-
-
-def _ends(outputs: Leaves, start: Leaves) -> list[Tensor]:
-    """The leaf tensors that a gradient of `outputs` would reach other than by way of `start`."""
-    seen = {tensor.grad_fn for tensor in start}
-    stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
-    ends = [tensor for tensor in outputs if tensor.requires_grad and tensor.grad_fn is None]
-    while stack:
-        node = stack.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            ends.append(node.variable)
-        stack.extend(following for following, _ in node.next_functions if following is not None)
-    return ends
 
 
 # One recording

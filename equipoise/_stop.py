@@ -1,5 +1,6 @@
 """When a solve ends: tolerances, limits, and what each dtype can resolve."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -61,6 +62,10 @@ class Stop:
                 f"Stop: check_every={self.check_every} exceeds max_steps={self.max_steps}, so no check would ever "
                 "happen. For a fixed budget without checks set rtol=0 and atol=0."
             )
+
+    def with_budget(self, max_steps: int) -> "Stop":
+        """The same rule with another limit of steps; the host asks at least once within it."""
+        return dataclasses.replace(self, max_steps=max_steps, check_every=min(self.check_every, max(1, max_steps)))
 
     @property
     def fixed_budget(self) -> bool:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from equipoise._compat import abandon_pool
+
 Work = Callable[[], None]
 
 
@@ -32,11 +34,6 @@ def own_casts(device_type: str) -> Iterator[None]:
             yield
         finally:
             torch.clear_autocast_cache()
-
-
-def saves_tensors_elsewhere() -> bool:
-    """Whether hooks such as `torch.autograd.graph.save_on_cpu` are in effect for what autograd saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 class Reruns:
@@ -148,8 +145,7 @@ class Graphs:
         except RuntimeError:  # it failed before it told the allocator and the random generator
             _failed.append(graph)
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self.device.index, self.pool)
-                torch._C._cuda_releasePool(self.device.index, self.pool)
+                abandon_pool(self.device, self.pool)
             with suppress(RuntimeError):
                 sound = torch.cuda.CUDAGraph()
                 sound.capture_begin(capture_error_mode="thread_local")

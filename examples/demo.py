@@ -28,12 +28,12 @@ from typing import Any
 import equipoise as eq
 from equipoise.generate import Sampling, sample_text
 from equipoise.plots import Chart, make_chart, save
-from equipoise.train.evaluate import AGREEMENT, SOLVED, write_json
+from equipoise.train.evaluate import AGREEMENT, SOLVED
 from equipoise.train.inspection import inspect_run, write_inspection
 from equipoise.train.load import find_checkpoint
 from equipoise.train.loop import LOG, train
 from equipoise.train.recipe import Recipe
-from equipoise.train.tracking import read_metrics
+from equipoise.train.tracking import read_metrics, write_json
 from examples.demo_page import page, size, summary
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"

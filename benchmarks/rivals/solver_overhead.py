@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import equipoise as eq
+from equipoise.bench.rivals import torchdeq_solvers
 
 STEPS = 30
 CLOCK = time.perf_counter
@@ -86,12 +87,10 @@ class Counter(TorchDispatchMode):
 
 def rivals() -> dict[str, Callable[..., Any]]:
     """torchdeq's solvers, or nothing if it is not installed."""
-    try:
-        from torchdeq.solver import anderson_solver, broyden_solver, fixed_point_iter
-    except ImportError:
+    found = torchdeq_solvers()
+    if not found:
         print("torchdeq is not installed (pip install torchdeq==0.1.0): measuring equipoise alone")
-        return {}
-    return {"picard": fixed_point_iter, "anderson": anderson_solver, "broyden": broyden_solver}
+    return found
 
 
 def candidates(cell: nn.Module, x: Tensor) -> dict[str, Callable[[], Any]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from equipoise._compat import keep_backward_buffers, reaches_leaf
+from equipoise._compat import keep_backward_buffers, leaves_reached
 from equipoise._iterate import Outcome
 from equipoise._problem import Problem, pullback
 from equipoise._registry import Registry
@@ -160,7 +160,7 @@ def attach(name: str, problem: Problem, z: Leaves, solve: AdjointSolve, record: 
     """z with a gradient: one evaluation of f at z is recorded, and `solve` finds the adjoint in the backward pass."""
     start = sever(z)
     fz = problem.evaluate(start)
-    if not reaches_leaf(fz, except_for=start):
+    if next(leaves_reached(fz, except_for=start), None) is None:
         return [leaf.clone() for leaf in z]  # nothing that f uses wants a gradient
     return list(_Attach.apply(name, problem, solve, record, *fz, *start))
 

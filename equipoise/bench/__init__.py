@@ -28,7 +28,7 @@ def run_case(
         device: Where to run; a GPU if there is one, by default.
         rounds: Times that each candidate is timed.
     """
-    from equipoise.train.tracking import environment
+    from equipoise.train.tracking import environment, write_json
 
     chosen = [key for key in SHAPES if key != "tiny"] if shapes is None else list(shapes)
     for shape in chosen:
@@ -43,5 +43,5 @@ def run_case(
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     known["environment"] = environment()
     known[name] = [row.record() for row in rows]
-    path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+    write_json(path, known)
     return rows

@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Pieces of kernels that several operations share: the stopping rules, and what becomes of an iterate."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -115,6 +117,14 @@ def judge(
         else:
             tl.store(steps_ptr + row, count, mask=ended)
             return kept + tl.where(ended, tl.where(better, 0, RETREAT), ADVANCE)
+
+
+def judging(standing: _standing.Standing, rules: _standing.Rules) -> dict[str, Any]:
+    """What a kernel that calls `judge` takes for it, by the names that `judge` has for them, and `count_ptr`."""
+    tensors = {name: getattr(standing, name) for name in ("residual", "latest", "status", "steps", "stalled", "limit")}
+    numbers = {name: getattr(rules, name) for name in ("rtol", "atol", "diverge", "floor", "tiny", "eps")}
+    constants = {"PATIENCE": rules.plateau, "FIXED": rules.fixed, "LAST": rules.last}
+    return {"count_ptr": standing.count, **{f"{k}_ptr": v for k, v in tensors.items()}, **numbers, **constants}
 
 
 @triton.jit

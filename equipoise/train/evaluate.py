@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import itertools
-import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from equipoise._errors import unknown_name
 from equipoise._module import DEQ, Plan, override
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
-from equipoise.train.tracking import StatsWindow, environment, plain
+from equipoise.train.tracking import StatsWindow, environment, write_json
 
 SOLVED = 5e-2  # 95th percentile of relative residuals up to which a number is called an equilibrium's
 AGREEMENT = 1e-2  # relative difference of the metric up to which two solves are said to give the same
@@ -65,8 +63,8 @@ class Sweep:
         known = [field.name for field in dataclasses.fields(own) if field.init]
         if self.name not in known:
             raise unknown_name(f"setting of {type(own).__name__}", self.name, known)
-        more = {"check_every": min(own.check_every, max(1, value))} if self.key == BUDGET else {}
-        return {self.part: dataclasses.replace(own, **{self.name: value}, **more)}
+        changed = own.with_budget(value) if self.key == BUDGET else dataclasses.replace(own, **{self.name: value})
+        return {self.part: changed}
 
 
 def _values(text: str, whole: str) -> Iterator[int | float]:
@@ -239,13 +237,3 @@ def write_scores(folder: str | Path, record: dict[str, Any]) -> Path:
     path = next(path for path in (place / f"{name}.json" for name in names) if not path.exists())
     write_json(path, record)
     return path
-
-
-def write_json(path: Path, record: dict[str, Any]) -> None:
-    """Write a record as a whole or not at all; numbers that JSON does not know become strings, as in metrics.jsonl."""
-    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
-    try:
-        partial.write_text(json.dumps(plain(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -24,10 +24,9 @@ from equipoise.adjoints import Implicit
 from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
 from equipoise.penalties import jacobian_penalty
 from equipoise.train.checkpoint import check_writable
-from equipoise.train.evaluate import write_json
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.recipe import Recipe
-from equipoise.train.tracking import environment
+from equipoise.train.tracking import environment, write_json
 
 DEPTHS = (1, 2, 4, 8, 16, 30)
 SOLVERS = ("picard", "anderson", "broyden")

@@ -147,9 +147,8 @@ class StepPlan:
 
     def with_budget(self, steps: int) -> "StepPlan":
         """The same, evaluations ending after so many steps."""
-        stop = self.eval_plan.stop
-        stop = dataclasses.replace(stop, max_steps=steps, check_every=min(stop.check_every, steps))
-        return dataclasses.replace(self, eval_plan=self.eval_plan.replace(stop=stop))
+        plan = self.eval_plan
+        return dataclasses.replace(self, eval_plan=plan.replace(stop=plan.stop.with_budget(steps)))
 
     def apply(self, model: nn.Module) -> None:
         """Set the plans of every DEQ in `model`."""
@@ -196,17 +195,13 @@ class PlanSchedule:
             stack = self.warmup.plan
             return StepPlan("warmup", stack, stack, weight, self.penalty.probes)
         offset = self.jitter.offset(self.seed, step, penalised=weight > 0)
-        plan = self.plan if offset == 0 else self.plan.replace(stop=_shifted(self.plan.stop, offset))
+        stop = self.plan.stop
+        plan = self.plan if offset == 0 else self.plan.replace(stop=stop.with_budget(stop.max_steps + offset))
         return StepPlan("equilibrium", plan, self.eval_plan or self.plan, weight, self.penalty.probes)
 
     def final(self) -> StepPlan:
         """The equilibrium without jitter or penalty, for evaluation of a finished model."""
         return StepPlan("equilibrium", self.plan, self.eval_plan or self.plan)
-
-
-def _shifted(stop: Stop, offset: int) -> Stop:
-    steps = stop.max_steps + offset
-    return dataclasses.replace(stop, max_steps=steps, check_every=min(stop.check_every, steps))
 
 
 @dataclass(frozen=True)

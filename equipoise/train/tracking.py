@@ -136,6 +136,16 @@ def plain(value: Any, key: str = "") -> Any:
     raise TypeError(f"metric {key!r} is a {type(value).__name__}, which has no place in a JSON line.")
 
 
+def write_json(path: Path, record: dict[str, Any]) -> None:
+    """Write a record as a whole or not at all; numbers that JSON does not know become strings, as in metrics.jsonl."""
+    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+    try:
+        partial.write_text(json.dumps(plain(record), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _restored(value: Any) -> Any:
     if isinstance(value, str):
         return _NONFINITE.get(value, value)

@@ -8,12 +8,19 @@ import torch
 import equipoise as eq
 from equipoise._stop import precision_floor
 from equipoise.ops import Standing, picard_step
-from tests.kernels import BACKENDS, kernel_device, quiet_interpreter
+from tests.kernels import (
+    BACKENDS,
+    FIXED,
+    SCRIPTS,
+    assert_same_standing,
+    contraction,
+    kernel_device,
+    quiet_interpreter,
+)
 
 DEVICE = kernel_device()
 pytestmark = quiet_interpreter
 
-FIXED = eq.Stop(rtol=0, max_steps=100)
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -172,18 +179,6 @@ def test_no_systems(backend):
 # The rules
 
 
-SCRIPTS = {
-    "plateau": (eq.Stop(rtol=1e-6, plateau=3), [1.0, 0.5, 0.6, 0.6, 0.6, 0.6]),
-    "diverging plateau": (eq.Stop(rtol=1e-6, plateau=3), [1.0, 20.0, 30.0, 40.0, 40.0]),
-    "diverged": (eq.Stop(rtol=1e-6, diverge=5.0), [1.0, 2.0, 9.0, 1.0]),
-    "converged": (eq.Stop(rtol=1e-2, norm="rms"), [1.0, 0.5, 1e-3, 1.0]),
-    "absolute": (eq.Stop(rtol=0, atol=1e-2, norm="rms"), [1.0, 0.5, 1e-3, 1.0]),
-    "last": (eq.Stop(rtol=1e-2, select="last"), [1.0, 0.5, 1e-3, 1.0]),
-    "floor": (eq.Stop(rtol=1e-30), [1.0, 1e-6, 2e-6, 2e-6, 2e-6, 2e-6, 2e-6, 2e-6]),
-    "fixed": (FIXED, [1.0, torch.nan, 0.5, 0.7]),
-}
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_kernel_and_twin_judge_alike(name):
     """Residuals of scripted sizes; the second system sees the first one's script in half the size."""
@@ -195,24 +190,13 @@ def test_kernel_and_twin_judge_alike(name):
         for (z, standing), backend in ((kernel, "triton"), (twin, "naive")):
             fz = z[0] + direction * (size * torch.tensor([[1.0], [0.5]], device=DEVICE))
             picard_step(z, [fz], standing, stop=stop, floor=2e-6, damping=0.5, backend=backend)
-        for field in dataclasses.fields(Standing):
-            ours, theirs = getattr(kernel[1], field.name), getattr(twin[1], field.name)
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0, equal_nan=True, msg=field.name)
+        assert_same_standing(kernel[1], twin[1])
         torch.testing.assert_close(kernel[0], twin[0], rtol=1e-6, atol=1e-7, equal_nan=True)
     if name != "fixed":
         assert (kernel[1].status >= 0).any()
 
 
 # The driver
-
-
-def contraction(n, d, dtype):
-    generator = torch.Generator().manual_seed(3)
-    w = torch.randn(d, d, generator=generator, dtype=torch.float64)
-    w *= 0.6 / torch.linalg.matrix_norm(w, 2)
-    x = torch.randn(n, d, generator=generator, dtype=torch.float64)
-    w, x = w.to(DEVICE, dtype), x.to(DEVICE, dtype)
-    return lambda z: torch.tanh(z @ w.T + x)
 
 
 def iterate(f, z, solver, stop, steps, backend):
@@ -236,7 +220,7 @@ def iterate(f, z, solver, stop, steps, backend):
 )
 def test_twin_equals_the_driver(solver, stop):
     """In float64: values to 1e-12, status and step counts exactly."""
-    f, z0 = contraction(4, 7, torch.float64), torch.zeros(4, 7, dtype=torch.float64, device=DEVICE)
+    f, z0 = contraction(4, 7, torch.float64, DEVICE, 0.6), torch.zeros(4, 7, dtype=torch.float64, device=DEVICE)
     solution = eq.fixed_point(f, z0, solver=solver, stop=stop)
     z, standing = iterate(f, z0, solver, stop, stop.max_steps, "naive")
     value = z if stop.select == "last" else standing.best[0]
@@ -250,7 +234,7 @@ def test_twin_equals_the_driver(solver, stop):
 
 @pytest.mark.parametrize("damping", [1.0, 0.8])
 def test_kernel_ends_where_the_driver_does(damping):
-    f, z0 = contraction(2, 7, torch.float32), torch.zeros(2, 7, device=DEVICE)
+    f, z0 = contraction(2, 7, torch.float32, DEVICE, 0.6), torch.zeros(2, 7, device=DEVICE)
     solver, stop = eq.Picard(damping), eq.Stop(rtol=1e-3, max_steps=30)
     solution = eq.fixed_point(f, z0, solver=solver, stop=stop)
     _, standing = iterate(f, z0, solver, stop, int(solution.stats.steps.max()) + 2, "triton")
