@@ -15,6 +15,11 @@ def inside_functorch_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def inside_a_transform() -> bool:
+    """True where a plain autograd function would not do: inside torch.func, or with dual numbers of forward mode."""
+    return inside_functorch_transform() or torch.autograd.forward_ad._current_level >= 0
+
+
 def keep_backward_buffers() -> AbstractContextManager[Any]:
     """Compile so that several VJPs may run on one graph.
 

@@ -77,7 +77,7 @@ class DEQ(nn.Module):
         batch_dims: int = 1,
         in_dims: int | tuple[int | None, ...] | None = 0,
         initial_state: Callable[..., Tree] | None = None,
-        engine: str = "eager",
+        engine: str = "auto",
     ) -> None:
         super().__init__()
         if not isinstance(cell, nn.Module):

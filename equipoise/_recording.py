@@ -100,6 +100,7 @@ class _Loop:
     ) -> None:
         self.z, self.stop = z, stop
         step, self.standing, self.bytes = _stepper(solver, z, stop, floor)
+        self._step = step  # a graph knows addresses only: the memory of the solver lives as long as this does
         own = {leaf.untyped_storage().data_ptr() for leaf in z}
 
         def advance(steps: int) -> None:

@@ -156,7 +156,7 @@ def test_the_cell_of_the_model_is_this_one():
     h0 = torch.randn(2, cell.recurrent.reach, 5, device=DEVICE)
     c0 = torch.randn(2, config.dilation, 5, device=DEVICE)
     expected = cell.step(h, u, h0, c0)
-    pre = u + cell.recurrent(cell.drop(torch.cat([h0, h], dim=1)))
+    pre = cell.recurrent(cell.drop(torch.cat([h0, h], dim=1)), plus=u)
     for ours, theirs in zip(trellis_cell(pre, c0, backend="triton"), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from equipoise._compat import inside_a_transform
 from equipoise.ops._backend import use_kernel
 from equipoise.ops.trellis import naive
 
@@ -14,7 +15,7 @@ def trellis_cell(pre: Tensor, start: Tensor, *, backend: str = "auto") -> tuple[
         c_t = φ_t c_{t−s} + i_t g_t,   h_t = o_t tanh(c_t),   s the length of `start`
 
     Computed in float32 and rounded once, on writing. The kernel saves `pre` and c for its VJP; a second derivative goes
-    through the plain twin. Forward mode and torch.vmap need backend="naive"; inside torch.compile the twin is traced.
+    through the plain twin. Forward mode and torch.func get the twin, and inside torch.compile it is traced.
 
     Bytes moved per element of h, with a dtype of e bytes: forward 4e read, 2e written; VJP 6e read (7e where c has a
     cotangent), 4e written; the next step's φ comes out of the cache.
@@ -34,7 +35,8 @@ def trellis_cell(pre: Tensor, start: Tensor, *, backend: str = "auto") -> tuple[
         )
     if start.shape[1] == 0:
         raise ValueError("trellis_cell: start must hold at least one step, got (B, 0, H).")
-    if pre.numel() == 0 or torch.compiler.is_compiling() or not use_kernel("trellis_cell", backend, (pre, start)):
+    transformed = torch.compiler.is_compiling() or (backend == "auto" and inside_a_transform())
+    if pre.numel() == 0 or transformed or not use_kernel("trellis_cell", backend, (pre, start)):
         return naive.cell(pre, start)
     from equipoise.ops.trellis import triton as kernels
 
