@@ -92,7 +92,7 @@ class Adam(Optimiser):
         require_number(type(self).__name__, "eps", self.eps, low=0.0)
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return torch.optim.Adam(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        return torch.optim.Adam(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=_fused(groups))
 
 
 @register_optimiser("adamw")
@@ -101,7 +101,7 @@ class AdamW(Adam):
     """Adam whose weight decay acts on the weights themselves, apart from the gradient; settings as in `Adam`."""
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps)
+        return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.eps, fused=_fused(groups))
 
 
 @register_optimiser("sgd")
@@ -127,7 +127,15 @@ class SGD(Optimiser):
             raise ValueError("SGD: nesterov needs momentum > 0.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+        return torch.optim.SGD(
+            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=_fused(groups)
+        )
+
+
+def _fused(groups: list[dict[str, Any]]) -> bool | None:
+    """One kernel for all parameters, which can leave out a step by itself, on a CUDA device; None elsewhere."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(p.is_cuda and p.is_floating_point() and not hasattr(p, "placements") for p in parameters) or None
 
 
 def parameter_groups(
@@ -220,33 +228,52 @@ class GradientGuard:
         self.settings = settings
         self.skipped = self.skipped_in_a_row = 0
         self.norm = math.nan
+        self._unread: tuple[Tensor, nn.Module] | None = None
 
     def check(self, model: nn.Module) -> bool:
         """Clip the gradients of `model` in place; False if the step must not be made.
 
-        Reads the norm on the host, once per step.
+        Reads the norm on the host.
 
         Raises:
             NonFiniteGradientError: After `give_up` refusals in a row.
         """
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self.mark(model)
+        self.catch_up()
+        return self.skipped_in_a_row == 0
+
+    def mark(self, model: nn.Module) -> Tensor:
+        """As `check`, without waiting for the device: 1.0 if the step must not be made, 0.0 otherwise.
+
+        The norm is read, and refusals are counted, by the next call or by `catch_up`.
+        """
+        self.catch_up()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if not gradients:
             raise RuntimeError(f"no parameter of {type(model).__name__} has a gradient; was backward() called?")
-        total = _whole(nn.utils.get_total_norm(gradients.values()))
-        self.norm = float(total)
-        if not math.isfinite(self.norm):
-            self._refuse(gradients)
-            return False
-        self.skipped_in_a_row = 0
+        total = _whole(nn.utils.get_total_norm(gradients))
         if self.settings.max_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), self.settings.max_norm, total)
-        return True
+        self._unread = total, model
+        return (~total.isfinite()).float()
 
-    def _refuse(self, gradients: dict[str, Tensor]) -> None:
+    def catch_up(self) -> None:
+        """Read what has been marked and not yet been counted."""
+        if self._unread is None:
+            return
+        (total, model), self._unread = self._unread, None
+        self.norm = float(total)
+        if math.isfinite(self.norm):
+            self.skipped_in_a_row = 0
+        else:
+            self._refuse(model)
+
+    def _refuse(self, model: nn.Module) -> None:
         self.skipped += 1
         self.skipped_in_a_row += 1
         if self.skipped_in_a_row < self.settings.give_up:
             return
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         bad = [name for name, grad in gradients.items() if not _whole(grad.isfinite().all())]
         where = f"first in {', '.join(bad[:3])}" if bad else "each is finite, their norm overflows"
         raise NonFiniteGradientError(
@@ -257,10 +284,12 @@ class GradientGuard:
 
     def metrics(self) -> dict[str, float | int]:
         """What belongs in the log of every run."""
+        self.catch_up()
         return {"grad_norm": self.norm, "skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue."""
+        self.catch_up()
         return {"skipped": self.skipped, "skipped_in_a_row": self.skipped_in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -270,6 +299,9 @@ class GradientGuard:
 
 class Stepper:
     """An optimiser with its guards: loss scaling for float16, clipping, refusal of gradients that are not finite.
+
+    A fused optimiser refuses on the device: nothing waits for it. Others are asked to step only after the norm of the
+    gradients has been read.
 
     Attributes:
         optimizer: Makes the steps.
@@ -284,20 +316,20 @@ class Stepper:
         """Add the gradient of a loss, scaled, to that of the parameters."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
-    def step(self, model: nn.Module, factor: float) -> bool:
+    def step(self, model: nn.Module, factor: float) -> None:
         """Make a step with a learning rate times `factor`, unless it is refused; gradients are gone afterwards."""
         set_learning_rate(self.optimizer, factor)
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        accepted = self.guard.check(model)
-        if accepted and self.scaler is None:
-            self.optimizer.step()
-        elif accepted and self.scaler is not None:
-            self.scaler.step(self.optimizer)
-        if self.scaler is not None:
+            if self.guard.check(model):
+                self.scaler.step(self.optimizer)
             self.scaler.update()  # after a refusal too: it lowers the scale
+        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # what a fused optimiser has
+            self.optimizer.found_inf = self.guard.mark(model)  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif self.guard.check(model):
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return accepted
 
     def metrics(self) -> dict[str, float | int]:
         """What belongs in the log."""
@@ -371,8 +403,8 @@ class WeightAverage:
             self._mean = {name: p.detach().to(_wide(p), copy=True) for name, p in model.named_parameters()}
             return
         share = 1 - self.settings.decay if self.settings.kind == "ema" else 1 / self.count
-        for name, parameter in model.named_parameters():
-            self._mean[name].lerp_(parameter.detach().to(_wide(parameter)), share)
+        newest = {name: parameter.detach().to(_wide(parameter)) for name, parameter in model.named_parameters()}
+        torch._foreach_lerp_([self._mean[name] for name in newest], list(newest.values()), share)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[nn.Module]:
