@@ -22,7 +22,7 @@ _TRAIN: dict[str, Any] = {
 }
 COPY: dict[str, Any] = {
     "task": {"name": "copy_memory", "length": 5, "train_size": 64, "test_size": 16, "batch_size": 8},
-    "model": {"name": "deq_transformer_copy_memory", "d_model": 16, "heads": 2, "d_inner": 24},
+    "model": {"name": "deq_transformer_copy_memory", "d_model": 16, "heads": 2, "d_inner": 24, "init_std": 0.05},
     **_SOLVE,
     "train": _TRAIN,
 }

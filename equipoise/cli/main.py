@@ -85,6 +85,9 @@ def evaluate(
     ] = None,
     solver: Annotated[str | None, typer.Option(help="Solve by this one instead of the model's.")] = None,
     which: Which = "best",
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the task, e.g. --set task.eval_batch_size=1.")
+    ] = None,
     data_dir: DataDir = None,
     as_json: AsJson = False,
 ) -> None:
@@ -97,7 +100,7 @@ def evaluate(
     from equipoise.train.evaluate import Sweep, score_run, write_scores
 
     points = None if sweep is None else Sweep.parse(sweep)
-    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, which=which)
+    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, which=which, changes=changes or ())
     path = None
     try:
         path = write_scores(run, record)

@@ -101,11 +101,11 @@ def evaluate_run(
     sweep: Sweep | None = None,
     solver: str | None = None,
     which: str = "best",
+    changes: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Metrics of a trained model on a split; see `score_run`, whose results these are."""
-    results: list[dict[str, Any]] = score_run(run, split, steps, data_dir, sweep=sweep, solver=solver, which=which)[
-        "results"
-    ]
+    record = score_run(run, split, steps, data_dir, sweep=sweep, solver=solver, which=which, changes=changes)
+    results: list[dict[str, Any]] = record["results"]
     return results
 
 
@@ -118,6 +118,7 @@ def score_run(
     sweep: Sweep | None = None,
     solver: str | None = None,
     which: str = "best",
+    changes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Score a trained model on a split, in the precision of its training, and say whether it is an equilibrium's score.
 
@@ -129,16 +130,18 @@ def score_run(
         sweep: Another setting to vary, instead of `steps`.
         solver: Name of a solver to use instead of the model's.
         which: Of a run: "best" or "latest" checkpoint.
+        changes: Of the task's settings, e.g. `task.eval_batch_size=1`.
 
     Returns:
-        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `sweep`), `results` with for each
-        point the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`, and the environment.
+        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `sweep`, `changes`), `results` with
+        for each point the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`, and the
+        environment.
     """
     if steps and sweep:
         raise ValueError(f"steps are a sweep of {BUDGET}; give either them or the sweep of {sweep.key}.")
     if steps:
         sweep = Sweep("stop", "max_steps", tuple(steps))
-    opened = open_run(run, split, data_dir, which=which)
+    opened = open_run(run, split, data_dir, which=which, changes=changes)
     deqs = [module for module in opened.model.modules() if isinstance(module, DEQ)]
     if (sweep or solver) and not deqs:
         raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
@@ -153,6 +156,7 @@ def score_run(
         "metric": opened.task.score,
         "solver": used,
         "sweep": sweep.key if sweep else None,
+        "changes": list(changes),
         "results": results,
         "warnings": doubts(results, opened.task.score, sweep.key if sweep else None),
         "data": opened.splits.info,

@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from equipoise._errors import unknown_name
 from equipoise.models import create_model
 from equipoise.tasks import Splits, Task
 from equipoise.train.checkpoint import CONFIG, MODEL, CheckpointError, latest_checkpoint, load_checkpoint, read_best
+from equipoise.train.config import parse_override
 from equipoise.train.recipe import Recipe
 
 CHECKPOINTS = "checkpoints"
@@ -157,6 +158,7 @@ def open_run(
     *,
     which: str = "best",
     device: torch.device | str | None = None,
+    changes: Sequence[str] = (),
 ) -> TrainedRun:
     """Load a trained model and its data.
 
@@ -166,10 +168,16 @@ def open_run(
         data_dir: Where data files are.
         which: Of a run: "best" or "latest" checkpoint.
         device: Where the model goes; a GPU, if there is one, by default.
+        changes: Of the task's settings, e.g. `task.eval_batch_size=1`.
     """
+    for change in changes:
+        if parse_override(change)[0][0] != "task":
+            raise ValueError(
+                f"--set {change}: of a trained model the task may be changed, e.g. task.eval_batch_size=1."
+            )
     folder = find_checkpoint(run, which)
     config = read_config(folder)
-    task = Recipe.from_data(config, str(folder / CONFIG)).make_task(data_dir)
+    task = Recipe.from_data(config, str(folder / CONFIG), changes).make_task(data_dir)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model, splits = load(folder, place), task.data()
     if split not in splits.held_out:

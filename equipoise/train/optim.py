@@ -127,9 +127,7 @@ class SGD(Optimiser):
             raise ValueError("SGD: nesterov needs momentum > 0.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return torch.optim.SGD(
-            groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=_fused(groups)
-        )
+        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=_fused(groups))
 
 
 def _fused(groups: list[dict[str, Any]]) -> bool | None:

@@ -106,6 +106,11 @@ def test_a_record_says_what_was_scored(run):
     assert record["environment"]["packages"]["torch"] == str(torch.__version__)
 
 
+def test_the_task_may_be_changed(run):
+    record = score_run(run, changes=["task.length=8"])
+    assert (record["data"]["length"], record["changes"]) == (8, ["task.length=8"])
+
+
 def test_the_best_or_the_newest_checkpoint_is_scored(run, tmp_path):
     out = shutil.copytree(run, tmp_path / "run")
     best = json.loads((out / "checkpoints" / "best.json").read_text())
@@ -121,6 +126,8 @@ def test_the_best_or_the_newest_checkpoint_is_scored(run, tmp_path):
     [
         ({"split": "tset"}, "unknown split 'tset'; did you mean 'test'"),
         ({"solver": "andersn"}, "unknown solver 'andersn'; did you mean 'anderson'"),
+        ({"changes": ["model.heads=2"]}, "--set model.heads=2: of a trained model the task may be changed"),
+        ({"changes": ["task.lenght=8"]}, "did you mean 'length'"),
         ({"which": "newest"}, "unknown checkpoint 'newest'"),
         ({"steps": [1], "sweep": Sweep.parse("stop.rtol=0.1")}, "give either them or the sweep of stop.rtol"),
     ],
