@@ -1,9 +1,10 @@
-"""Measuring: times in turns, checks before ratios, results as JSON and as a table.
+"""Measuring: times in turns, checks before ratios, goals beside them.
 
 Candidates of a row do the same work and are timed in turns in one run, so that a busy machine disturbs them alike. What
 is reported is a ratio of medians, and only for a candidate whose results have been found right.
 """
 
+import gc
 import math
 import statistics
 import time
@@ -17,14 +18,39 @@ from torch import Tensor
 from equipoise._registry import Registry
 
 Work = Callable[[], Any]
+CaseFunction = Callable[[Sequence[str], torch.device, int], "list[Row]"]
+
+TINY = "tiny"  # the shape that every case has, and that no case measures unless it is asked for
+# What one candidate may take in all, and the rounds it gets even so.
+MOST_SECONDS = 3.0
+FEWEST_ROUNDS = 3
 
 CASES = Registry("benchmark")
-register_case = CASES.register
+SHAPES_OF: dict[str, tuple[str, ...]] = {}
+
+
+def register_case(name: str, shapes: Sequence[str]) -> Callable[[CaseFunction], CaseFunction]:
+    """Decorator that makes a benchmark, a function from names of shapes to rows, known by name.
+
+    Args:
+        name: Of the benchmark.
+        shapes: Those it can be run at besides "tiny", which is for tests.
+    """
+
+    def add(function: CaseFunction) -> CaseFunction:
+        registered = CASES.register(name)(function)
+        SHAPES_OF[name] = (*shapes, TINY)
+        return registered
+
+    return add
+
+
+# What a row consists of
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds of one piece of work.
+class Sample:
+    """What was measured of one candidate.
 
     Attributes:
         median: Over the rounds.
@@ -38,13 +64,18 @@ class Timing:
     high: float
     rounds: int
 
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Sample":
+        low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+        return cls(median, low, high, len(values))
+
 
 @dataclass(frozen=True)
 class Check:
     """Whether a candidate computes what it should.
 
     Attributes:
-        error: Its largest error, relative to the size of the truth; NaN where it failed to run.
+        error: How far off it is, e.g. relative to the size of the truth; infinite where it failed.
         tolerance: What is accepted.
         against: What it was compared with.
     """
@@ -59,61 +90,119 @@ class Check:
         return self.error <= self.tolerance
 
 
+@dataclass(frozen=True)
+class Goal:
+    """A ratio aimed at: of a candidate to another of at most `bound`, or of the other to it of at least `bound`.
+
+    Attributes:
+        candidate: Whose goal it is.
+        over: What it is compared with.
+        bound: The ratio.
+        faster: Whether the ratio is the speed-up, the other's measure over the candidate's.
+    """
+
+    candidate: str
+    over: str
+    bound: float
+    faster: bool = False
+
+    def met(self, ratio: float) -> bool:
+        """Whether a ratio of the candidate to the other one, or the speed-up, is good enough."""
+        return ratio >= self.bound if self.faster else ratio <= self.bound
+
+    def __str__(self) -> str:
+        return f"{'≥' if self.faster else '≤'} {self.bound:g}"
+
+
 @dataclass
 class Row:
     """What was measured of one shape.
 
     Attributes:
         name: Of the shape.
-        unit: The work that times are divided by, e.g. "step".
+        unit: The work that is measured, e.g. "step".
         base: The candidate that ratios are taken over.
-        times: By candidate, of one unit.
-        checks: By candidate; one without a check is a rival or the base itself.
-        goals: Ratios aimed at, by candidate.
-        notes: What else to know, e.g. why a candidate is missing.
+        values: By candidate, of one unit.
+        quantity: What values are, "seconds" or "bytes".
+        checks: By candidate; all must hold. The base has none.
+        goals: What is aimed at.
+        details: By candidate, what else is known of it: residuals, evaluations, ...
+        skipped: Candidates that are missing, and why.
+        notes: What else to know.
     """
 
     name: str
     unit: str
     base: str
-    times: dict[str, Timing]
-    checks: dict[str, Check] = field(default_factory=dict)
-    goals: dict[str, float] = field(default_factory=dict)
+    values: dict[str, Sample] = field(default_factory=dict)
+    quantity: str = "seconds"
+    checks: dict[str, list[Check]] = field(default_factory=dict)
+    goals: list[Goal] = field(default_factory=list)
+    details: dict[str, dict[str, Any]] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def ratio(self, candidate: str) -> float | None:
-        """Its time over the base's; None if its check is red."""
-        check = self.checks.get(candidate)
-        if check is not None and not check.ok:
+    def check(self, candidate: str, *checks: Check) -> None:
+        """Add checks of a candidate."""
+        self.checks.setdefault(candidate, []).extend(checks)
+
+    def wrong(self, candidate: str) -> Check | None:
+        """The first of its checks that does not hold."""
+        return next((check for check in self.checks.get(candidate, ()) if not check.ok), None)
+
+    def ratio(self, candidate: str, over: str | None = None) -> float | None:
+        """Its measure over that of the base or of another one; None if one of both is wrong, or missing."""
+        over = self.base if over is None else over
+        if not {candidate, over} <= self.values.keys() or self.wrong(candidate) or self.wrong(over):
             return None
-        return self.times[candidate].median / self.times[self.base].median
+        return self.values[candidate].median / self.values[over].median
+
+    def outcome(self, goal: Goal) -> float | None:
+        """The ratio that a goal is about."""
+        return self.ratio(goal.over, goal.candidate) if goal.faster else self.ratio(goal.candidate, goal.over)
 
     def record(self) -> dict[str, Any]:
         """Plain values."""
-        checks = {name: {**asdict(check), "ok": check.ok} for name, check in self.checks.items()}
-        return {**asdict(self), "checks": checks, "ratios": {name: self.ratio(name) for name in self.times}}
+        checks = {
+            name: [{**asdict(check), "ok": check.ok} for check in checks] for name, checks in self.checks.items()
+        }
+        goals = [
+            {**asdict(goal), "ratio": ratio, "met": None if ratio is None else goal.met(ratio)}
+            for goal in self.goals
+            for ratio in [self.outcome(goal)]
+        ]
+        ratios = {name: self.ratio(name) for name in self.values}
+        return {**asdict(self), "checks": checks, "goals": goals, "ratios": ratios}
 
 
-def in_turns(works: Mapping[str, Work], device: torch.device, rounds: int = 15, units: int = 1) -> dict[str, Timing]:
+# Timing
+
+
+def in_turns(
+    works: Mapping[str, Work],
+    device: torch.device,
+    rounds: int = 15,
+    units: int = 1,
+    most_seconds: float = MOST_SECONDS,
+) -> dict[str, Sample]:
     """Time pieces of work, one after another in each of several rounds.
 
     Args:
         works: By name; each has been run before, so that nothing is compiled or recorded now.
         device: Where the work is done.
-        rounds: How often.
+        rounds: How often, at most.
         units: What a piece of work consists of; times are divided by it.
+        most_seconds: There are no more rounds once a candidate has taken so long on average, and had a few.
     """
     clock: Callable[[Work], float] = _on_cuda if device.type == "cuda" else _on_host
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
+    for done in range(1, rounds + 1):
         for name, work in works.items():
             seconds[name].append(clock(work) / units)
-    return {name: _timing(values) for name, values in seconds.items()}
-
-
-def _timing(values: Sequence[float]) -> Timing:
-    low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return Timing(median, low, high, len(values))
+        taken = units * sum(map(sum, seconds.values())) / len(works)
+        if done >= FEWEST_ROUNDS and taken * (done + 1) / done > most_seconds:
+            break
+    return {name: Sample.of(values) for name, values in seconds.items()}
 
 
 def _on_host(work: Work) -> float:
@@ -131,32 +220,37 @@ def _on_cuda(work: Work) -> float:
     return time.perf_counter() - started
 
 
+def tidy(device: torch.device) -> None:
+    """Give back what the row before held: recordings own memory until they are collected."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+# Checking
+
+
+def distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The error of several tensors together, relative to their size; infinite if anything is not finite."""
+    size = math.hypot(*(float(b.double().norm()) for b in truth)) or 1.0
+    error = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in zip(found, truth, strict=True))) / size
+    return error if math.isfinite(error) else math.inf
+
+
 def compared(found: Sequence[Tensor], truth: Sequence[Tensor], tolerance: float, against: str) -> Check:
-    """The largest relative error over several tensors; anything not finite is infinitely wrong."""
-    worst = 0.0
-    for a, b in zip(found, truth, strict=True):
-        scale = float(b.double().norm()) or 1.0
-        error = float((a.double() - b.double()).norm()) / scale
-        worst = max(worst, error if math.isfinite(error) else math.inf)
-    return Check(worst, tolerance, against)
+    """The error of several tensors together."""
+    return Check(distance(found, truth), tolerance, against)
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """A table for people: one line per shape, ratios over the base, goals beside them."""
-    names = list(dict.fromkeys(name for row in rows for name in row.times))
-    lines = [["shape", f"{rows[0].base} (ms)", *(name for name in names if name != rows[0].base)]]
-    for row in rows:
-        cells = [row.name, f"{1e3 * row.times[row.base].median:.3f}"]
-        cells += [_cell(row, name) for name in names if name != row.base]
-        lines.append(cells)
-    return lines
+def compared_each(found: Sequence[Tensor], truth: Sequence[Tensor], tolerance: float, against: str) -> Check:
+    """The largest error of a tensor relative to its own size: a small tensor that is wrong is not lost among large."""
+    worst = max(distance([a], [b]) for a, b in zip(found, truth, strict=True))
+    return Check(worst, tolerance, f"{against}, tensor by tensor")
 
 
-def _cell(row: Row, name: str) -> str:
-    if name not in row.times:
-        return "-"
-    ratio = row.ratio(name)
-    if ratio is None:
-        return f"wrong (error {row.checks[name].error:.0e})"
-    goal = row.goals.get(name)
-    return f"{ratio:.2f}" if goal is None else f"{ratio:.2f} ({'≤' if ratio <= goal else '>'} {goal:g})"
+def replayed(deq: Any) -> Check:
+    """That the captured engine did the work itself: every solve left to the eager one counts as an error."""
+    reasons = dict(deq.capture.fallbacks)
+    said = f" ({'; '.join(reasons)})" if reasons else ""
+    return Check(float(sum(reasons.values())), 0.0, f"no solve left to the eager engine{said}")

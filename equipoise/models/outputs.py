@@ -1,6 +1,6 @@
 """What models return."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -36,3 +36,22 @@ class LMOutput:
 
 
 register_record(LMOutput, ("logits", "losses", "memory", "hidden", "solution"), ())
+
+
+@dataclass
+class VisionOutput:
+    """The output of an image model.
+
+    Attributes:
+        logits: (N, classes) scores of images, or (N, classes, H, W) scores of their pixels.
+        states: The equilibrium, or the last features of other models, per resolution, the finest first, each
+            (N, C_i, H_i, W_i).
+        solution: The equilibrium and its statistics; None for other models.
+    """
+
+    logits: Tensor
+    states: list[Tensor] = field(default_factory=list)
+    solution: Solution | None = None
+
+
+register_record(VisionOutput, ("logits", "states", "solution"), ())
