@@ -17,7 +17,17 @@ from equipoise._stop import Stop
 from equipoise.adjoints import Adjoint, Implicit, Neumann, OneStep, Phantom, Reversible, Shine, Unroll, register_adjoint
 from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
 from equipoise.penalties import fixed_point_correction, jacobian_penalty
-from equipoise.solvers import GMRES, Anderson, Broyden, Ladder, NewtonKrylov, Picard, Solver, register_solver
+from equipoise.solvers import (
+    GMRES,
+    Anderson,
+    Broyden,
+    HyperAnderson,
+    Ladder,
+    NewtonKrylov,
+    Picard,
+    Solver,
+    register_solver,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,6 +58,7 @@ __all__ = [
     "Broyden",
     "EquilibriumError",
     "EquilibriumWarning",
+    "HyperAnderson",
     "Implicit",
     "Ladder",
     "Neumann",

@@ -1,8 +1,8 @@
 """The captured engine: a solve as replays of recorded steps.
 
 On a GPU the Python of a step costs more than its kernels. So steps of cell, solver and stop rule are recorded once per
-shape, in place on buffers that belong to the recording, and replayed; only the question whether all systems are done
-comes back to the host, once per chunk of steps. Under the implicit adjoint the evaluation at z*, the adjoint's steps
+shape, in place on buffers that belong to the recording, and replayed; all that comes back to the host is how many
+systems are running, where that matters. Under the implicit adjoint the evaluation at z*, the adjoint's steps
 and the last product, which carries the gradient to parameters and inputs, are recorded too.
 
 A recording is leased for a solve. In training the lease lasts until the backward pass has run or the solution is
@@ -13,24 +13,25 @@ The same code runs on the CPU, where a recording is simply run again: slower tha
 docs/maths/engines.md says what is recorded and what is not.
 """
 
-import enum
-import threading
-import types
 import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from equipoise._compat import inside_functorch_transform, saves_tensors_elsewhere
+from equipoise._fingerprint import Watch, glance, key_of
+from equipoise._loop import step_obstacle
 from equipoise._problem import Problem, StateSpec
-from equipoise._recording import CannotCapture, Recording, Snapshot, step_obstacle
+from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._scope import current_scope
 from equipoise._solution import BackwardRecord, EquilibriumWarning, Solution, Stats
-from equipoise._tree import Leaves, Tree, tree_flatten, tree_tensors
+from equipoise._tape import recording_now
+from equipoise._tree import Leaves, Tree, tree_tensors
 from equipoise.adjoints.base import refuse_double_backward, report_failure
 from equipoise.adjoints.implicit import Implicit
 from equipoise.adjoints.neumann import Neumann
@@ -42,20 +43,17 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "eager", "captured")
 
-# Recordings of one shape that may be in use at once, shapes with recordings, and shapes remembered without.
+# Recordings of one shape that may be in use at once, shapes with recordings, shapes remembered without, and solves that
+# are known at a glance.
 MOST_LEASES = 2
 MOST_SHAPES = 16
 MOST_REMEMBERED = 256
+MOST_KNOWN = 64
 # Calls with a shape after which "auto" records it: a shape seen once may never come again.
 WORTH_RECORDING = 2
 
 # Adjoints that leave a solve without gradients to the solver and the stop rule of the plan.
 PLAIN_WITHOUT_GRAD = (Implicit, Neumann, OneStep, Phantom, Unroll)
-# Values that are compared: a recording holds for one value of them.
-PLAIN_VALUES = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
-# What every module has, and what is looked at otherwise; `training` matters.
-OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 RESTLESS = "the cell changes its own attributes when it is evaluated"
 
 
@@ -113,7 +111,43 @@ class _Captured(torch.autograd.Function):
 # The engine of a DEQ
 
 
-_recording_now = threading.RLock()  # one recording at a time in a process
+@dataclass
+class _Shape:
+    """The recordings of one key.
+
+    Attributes:
+        recordings: Empty once they have been dropped for others.
+        used: When one of them was taken last, by the engine's count.
+    """
+
+    recordings: list[Recording] = field(default_factory=list)
+    used: int = 0
+
+    def free(self) -> Recording | None:
+        """A recording that nobody holds a lease of."""
+        for recording in self.recordings:
+            if recording.lease is None or recording.lease() is None:
+                return recording
+        return None
+
+
+@dataclass
+class _Known:
+    """What was found out about solves that look alike at a glance.
+
+    Attributes:
+        shape: Their recordings.
+        watch: Over the cell.
+        like: A problem of theirs, less its inputs.
+    """
+
+    shape: _Shape
+    watch: Watch
+    like: Problem
+
+    def problem(self, inputs: tuple[Any, ...]) -> Problem:
+        like = self.like
+        return Problem(like.f, like.spec, inputs, in_dims=like.in_dims, plain=like.plain)
 
 
 class CaptureEngine:
@@ -128,10 +162,12 @@ class CaptureEngine:
     def __init__(self) -> None:
         self.fallbacks: Counter[str] = Counter()
         self.recorded = self.replayed = 0
-        self._shapes: OrderedDict[Any, list[Recording]] = OrderedDict()
+        self._shapes: dict[Any, _Shape] = {}
+        self._known: OrderedDict[Any, _Known] = OrderedDict()
         self._seen: OrderedDict[Any, int] = OrderedDict()
         self._hopeless: OrderedDict[Any, str] = OrderedDict()
         self._restless = False
+        self._clock = 0
 
     def solve(self, deq: "DEQ", plan: "Plan", inputs: tuple[Any, ...], z0: Tree) -> Solution | None:
         """The solution, or None if the eager engine is to do it; `fallbacks` says why."""
@@ -149,18 +185,26 @@ class CaptureEngine:
 
     def _solve(self, deq: "DEQ", plan: "Plan", inputs: tuple[Any, ...], z0: Tree) -> Solution:
         grad = torch.is_grad_enabled()
-        _check_surroundings(deq, inputs)
+        _check_surroundings()
         _check_adjoint(plan, grad)
         start = deq.start(*inputs) if z0 is None else z0
-        problem = deq.problem(*inputs, z0=start)
-        _check_steps(plan, problem.spec, grad)
-        leaves = [leaf.detach() for leaf in problem.start(start)]
-        with _recording_now:
-            lease = Lease(self._recording(deq, plan, problem, leaves, grad))
-        recording = lease.recording
-        sources = recording.load(problem, leaves)
+        look, tensors = glance(deq, plan, inputs, start, grad) or (None, tree_tensors(inputs))
+        problem = None
+        with recording_now:
+            known = self._known.get(look)
+            recording = known.shape.free() if known is not None and known.watch.unchanged() else None
+            if known is None or recording is None:
+                problem = deq.problem(*inputs, z0=start)
+                recording, known = self._study(look, deq, plan, problem, start, grad)
+            self._clock += 1
+            known.shape.used = self._clock
+            lease = Lease(recording)
+        if problem is None and recording.constants.modules:  # else it can wait until the device is at work
+            problem = known.problem(inputs)
+        sources = recording.load(tensors, _detached(known.like, start), problem)
         value, stats = recording.solve()
         self.replayed += 1
+        problem = problem or known.problem(inputs)
         problem._calls[0] += stats.nfe
         stats.nfe = problem.nfe
         record = BackwardRecord() if grad else None
@@ -168,38 +212,54 @@ class CaptureEngine:
             value = [leaf.clone() for leaf in value]
             lease.release()
         else:
-            parameters = [p for p in deq.cell.parameters() if p.requires_grad]
             report = _reporter(plan.adjoint, problem)
-            value = list(_Captured.apply(lease, record, report, value, *parameters, *sources))
+            value = list(_Captured.apply(lease, record, report, value, *known.watch.parameters, *sources))
         return Solution(value=problem.spec.unflatten(value), stats=stats, problem=problem, record=record)
 
-    def _recording(self, deq: "DEQ", plan: "Plan", problem: Problem, z0: Leaves, grad: bool) -> Recording:
-        """A recording that nobody holds a lease of, made if need be."""
+    def _study(
+        self, look: Any, deq: "DEQ", plan: "Plan", problem: Problem, start: Tree, grad: bool
+    ) -> tuple[Recording, _Known]:
+        """A recording that nobody holds a lease of, made if need be, and what the next solve may rely on."""
+        _check_steps(plan, problem.spec, grad)
         if self._restless:
             raise CannotCapture(RESTLESS)
-        key = _key(deq, plan, problem, grad)
+        key = key_of(deq, plan, problem, grad)
+        shape, recording = self._recording(key, deq, plan, problem, start, grad)
+        like = Problem(problem.f, problem.spec, (), plain=problem.plain)
+        like.in_dims = problem.in_dims
+        known = _Known(shape, Watch(deq.cell), like)
+        if look is not None:
+            _remember(self._known, look, known, MOST_KNOWN)
+        return recording, known
+
+    def _recording(
+        self, key: Any, deq: "DEQ", plan: "Plan", problem: Problem, start: Tree, grad: bool
+    ) -> tuple[_Shape, Recording]:
         if key in self._hopeless:
             raise CannotCapture(self._hopeless[key])
         _remember(self._seen, key, self._seen.get(key, 0) + 1, MOST_REMEMBERED)
         if deq.engine == "auto" and self._seen[key] < WORTH_RECORDING:
             raise CannotCapture("the shape is new")
-        known = self._shapes.get(key, [])
-        for recording in known:
-            if recording.lease is None or recording.lease() is None:
-                self._shapes.move_to_end(key)
-                return recording
-        if len(known) >= MOST_LEASES:
+        shape = self._shapes.get(key, _Shape())
+        free = shape.free()
+        if free is not None:
+            return shape, free
+        if len(shape.recordings) >= MOST_LEASES:
             raise CannotCapture(f"{MOST_LEASES} solves of this shape wait for their backward pass")
-        made = self._record(key, deq, plan, problem, z0, grad)
+        made = self._record(key, deq, plan, problem, _detached(problem, start), grad)
         self.recorded += 1
-        _remember(self._shapes, key, [*known, made], MOST_SHAPES)
-        return made
+        shape.recordings.append(made)
+        self._shapes[key] = shape
+        while len(self._shapes) > MOST_SHAPES:
+            oldest = min((other for other in self._shapes if other != key), key=lambda other: self._shapes[other].used)
+            self._shapes.pop(oldest).recordings.clear()
+        return shape, made
 
     def _record(self, key: Any, deq: "DEQ", plan: "Plan", problem: Problem, z0: Leaves, grad: bool) -> Recording:
         before = Snapshot(deq.cell, problem.spec.device)
         try:
             made = Recording(deq, plan, problem, z0, grad)
-            self._restless = _key(deq, plan, problem, grad) != key
+            self._restless = key_of(deq, plan, problem, grad) != key
             if self._restless:
                 raise CannotCapture(RESTLESS)
             return made
@@ -211,6 +271,10 @@ class CaptureEngine:
             reason = first_line if isinstance(error, CannotCapture) else f"the cell cannot be recorded ({first_line})"
             _remember(self._hopeless, key, reason, MOST_REMEMBERED)
             raise CannotCapture(reason) from error
+
+
+def _detached(problem: Problem, start: Tree) -> Leaves:
+    return [leaf.detach() for leaf in problem.start(start)]
 
 
 def _remember(table: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
@@ -230,14 +294,11 @@ def _reporter(adjoint: Any, problem: Problem) -> Callable[[Stats], None]:
     return report
 
 
-# What can be recorded, and what a recording holds for
+# What can be recorded
 
 
-def _check_surroundings(deq: "DEQ", inputs: tuple[Any, ...]) -> None:
+def _check_surroundings() -> None:
     """Raise unless a solve can be recorded, or replayed, here and now."""
-    on_cuda = any(tensor.is_cuda for tensor in tree_tensors(inputs))
-    if deq.engine == "auto" and not on_cuda:
-        raise CannotCapture("there is no CUDA device in use")
     if inside_functorch_transform():
         raise CannotCapture("a torch.func transform is around the solve")
     if current_scope() is not None:
@@ -268,70 +329,3 @@ def _check_steps(plan: "Plan", spec: StateSpec, grad: bool) -> None:
         obstacle = step_obstacle(solver, stop, spec)
         if obstacle:
             raise CannotCapture(obstacle)
-
-
-def _key(deq: "DEQ", plan: "Plan", problem: Problem, grad: bool) -> Any:
-    """What a recording depends on besides the values of its inputs, parameters and buffers."""
-    spec = problem.spec
-    leaves, tree = tree_flatten(problem.inputs)
-    return (
-        (plan if grad else (plan.solver, plan.stop), grad),
-        (spec.shapes, spec.dtypes, spec.orders, spec.batch_dims, str(spec.treedef)),
-        (tuple(_form(leaf, spec.device, grad) for leaf in leaves), str(tree)),
-        (tuple(_module_form(module, spec.device) for module in deq.cell.modules()), deq._compiled),
-        (problem.autocast, torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
-    )
-
-
-def _form(leaf: Any, device: torch.device, grad: bool) -> Any:
-    """An input as far as a recording depends on it: a tensor is copied, anything else is part of the recording."""
-    if isinstance(leaf, Tensor):
-        if leaf.device != device:
-            raise CannotCapture(f"an input is on {leaf.device}, the state on {device}")
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.requires_grad and grad
-    value = _plain(leaf)
-    if value is None:
-        raise CannotCapture(f"an input is of type {type(leaf).__name__}, which can neither be copied nor compared")
-    return value
-
-
-def _plain(value: Any) -> Any:
-    """Something that compares as a plain value does, NaN included; None for what is not a plain value."""
-    kind = type(value)
-    if kind in PLAIN_VALUES:
-        return kind, repr(value) if kind is float else value
-    if kind is tuple:
-        parts = [_plain(part) for part in value]
-        return None if None in parts else tuple(parts)
-    return (kind, value) if isinstance(value, enum.Enum) else None
-
-
-def _seen(value: Any, device: torch.device) -> Any:
-    """An attribute of a module as far as a recording depends on it and a change of it can be seen."""
-    if type(value) in PLAIN_VALUES:
-        return value if value == value else "nan"
-    if isinstance(value, Tensor):
-        return _place(value, device)
-    return value if isinstance(value, FUNCTIONS) else _plain(value)
-
-
-def _module_form(module: nn.Module, device: torch.device) -> Any:
-    """A module as far as a recording depends on it: its kind, plain attributes, and where its tensors are."""
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-        raise CannotCapture("the cell has hooks, which a replay would not call")
-    # Looked at in every solve, so the plain attributes of every module are passed over quickly.
-    attributes = [(name, _seen(value, device)) for name, value in vars(module).items() if name not in OF_EVERY_MODULE]
-    own = [_place(tensor, device) for tensor in (*module._parameters.values(), *module._buffers.values())]
-    if "_is_fsdp_managed_module" in vars(module):
-        raise CannotCapture("the cell is sharded")
-    return type(module), tuple(attributes), tuple(own)
-
-
-def _place(tensor: Tensor | None, device: torch.device) -> Any:
-    if tensor is None:
-        return None
-    if hasattr(tensor, "placements"):
-        raise CannotCapture("the cell is sharded")
-    if tensor.device != device:
-        raise CannotCapture(f"the cell has a tensor on {tensor.device}, the state is on {device}")
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad

@@ -167,7 +167,10 @@ class DEQ(nn.Module):
     def _may_capture(self, inputs: tuple[Any, ...]) -> bool:
         if self.engine != "auto":
             return self.engine == "captured"
-        return any(tensor.is_cuda for tensor in tree_tensors(inputs))
+        # Most often the first input tells; looking into all of them takes longer.
+        return any(isinstance(value, Tensor) and value.is_cuda for value in inputs) or any(
+            tensor.is_cuda for tensor in tree_tensors(inputs)
+        )
 
     def problem(self, *inputs: Any, z0: Tree | None = None, context: Tree = None) -> Problem:
         """The fixed-point problem of these inputs, for penalties and diagnostics."""

@@ -1,7 +1,7 @@
 """One recording: the steps of a solve, and of its adjoint, on buffers of their own."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,150 +10,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise import _leaves
 from equipoise._compat import keep_backward_buffers, leaves_reached
-from equipoise._problem import Problem, StateSpec, pullback
+from equipoise._loop import Buffers, Iteration, Level, Loop, Method, Part, shrunk
+from equipoise._problem import Problem, pullback
 from equipoise._scope import SolveScope
-from equipoise._solution import Stats, Status
-from equipoise._stop import Stop
-from equipoise._tape import Graphs, Reruns, tape_for
+from equipoise._solution import Stats
+from equipoise._tape import Work, copy_all, recording_now, tape_for
 from equipoise._tree import Leaves, tree_flatten, tree_tensors, tree_unflatten
 from equipoise.adjoints.base import sever
 from equipoise.adjoints.implicit import Implicit
-from equipoise.solvers import Anderson, Broyden, Picard, Solver
 
 if TYPE_CHECKING:
     from equipoise._capture import Lease
     from equipoise._module import DEQ, Plan
-    from equipoise.ops import Standing
-
-# Steps between two questions to the device; also what a solve may do in vain after its last system has finished.
-CHUNK = 4
-# Steps of a fixed budget recorded in one piece.
-LONGEST = 32
 
 
 class CannotCapture(RuntimeError):
     """Why a solve is left to the eager engine."""
-
-
-# Steps
-
-
-def _stepper(solver: Solver, z: Leaves, stop: Stop, floor: float) -> tuple[Callable[[Leaves], None], "Standing", int]:
-    """A step in place on z, given f(z); the standing it keeps; and the bytes its memory takes."""
-    from equipoise.ops import AndersonMemory, BroydenMemory, Standing, anderson_step, broyden_step, picard_step
-
-    standing = Standing.start(z)
-    memory: Any = None
-    if isinstance(solver, Anderson):
-        memory = AndersonMemory.empty(z, solver.memory)
-
-        def step(fz: Leaves) -> None:
-            anderson_step(z, fz, memory, standing, stop=stop, floor=floor, ridge=solver.ridge, mixing=solver.mixing)
-    elif isinstance(solver, Broyden):
-        memory = BroydenMemory.empty(z, solver.memory or stop.max_steps)
-
-        def step(fz: Leaves) -> None:
-            broyden_step(z, fz, memory, standing, stop=stop, floor=floor, step=solver.step)
-    else:
-        assert isinstance(solver, Picard)
-
-        def step(fz: Leaves) -> None:
-            picard_step(z, fz, standing, stop=stop, floor=floor, damping=solver.damping)
-
-    return step, standing, sum(tensor.nbytes for tensor in tree_tensors(vars(memory) if memory else ()))
-
-
-def step_obstacle(solver: Solver, stop: Stop, spec: StateSpec) -> str | None:
-    """Why steps of this solver cannot be recorded, if they cannot."""
-    from equipoise.ops import anderson, broyden
-    from equipoise.ops._backend import KERNEL_DTYPES, _has_triton
-
-    if type(solver) not in (Anderson, Broyden, Picard):
-        return f"{type(solver).__name__} has no recorded step"
-    if isinstance(solver, Broyden) and solver.line_search:
-        return "Broyden's line search reads results on the host"
-    if spec.device.type != "cuda":
-        return None
-    if spec.work_dtype not in KERNEL_DTYPES or not _has_triton():
-        return f"there is no kernel for {spec.work_dtype} states, or Triton is not installed"
-    most = {Anderson: anderson.MOST_MEMORY, Broyden: broyden.MOST_MEMORY}.get(type(solver))
-    slots = getattr(solver, "memory", None) or stop.max_steps
-    if most is not None and slots > most:
-        return f"the kernel of {type(solver).__name__} holds {most} steps, not {slots}"
-    return None
-
-
-class _Loop:
-    """The recorded iteration of one map: z ← step(z, f(z)) until every system has met the stop rule."""
-
-    def __init__(
-        self,
-        tape: Graphs | Reruns,
-        evaluate: Callable[[Leaves], Leaves],
-        z: Leaves,
-        solver: Solver,
-        stop: Stop,
-        floor: float,
-        casts: bool,
-    ) -> None:
-        self.z, self.stop = z, stop
-        step, self.standing, self.bytes = _stepper(solver, z, stop, floor)
-        self._step = step  # a graph knows addresses only: the memory of the solver lives as long as this does
-        own = {leaf.untyped_storage().data_ptr() for leaf in z}
-
-        def advance(steps: int) -> None:
-            for _ in range(steps):
-                # f may return its argument, in part or in another order, and z is about to be written over.
-                step([leaf.clone() if _address(leaf) in own else leaf.contiguous() for leaf in evaluate(z)])
-
-        self.whole = min(stop.max_steps, LONGEST if stop.fixed_budget else CHUNK)
-        tape.rehearse(partial(advance, 1))
-        with tape.together():
-            self.first = tape.record(partial(advance, self.whole))
-            left = stop.max_steps - self.whole
-            lengths = {min(self.whole, left), left % self.whole} - {0}
-            # If the first piece casts weights, the same number of steps is recorded once more without that.
-            self.pieces = {} if casts else {self.whole: self.first}
-            for length in sorted(lengths - self.pieces.keys()):
-                self.pieces[length] = tape.record(partial(advance, length))
-
-    def run(self) -> int:
-        """Iterate from what `z` holds; return the number of evaluations made."""
-        self.standing.restart(self.z)
-        self.first()
-        done, most = self.whole, self.stop.max_steps
-        while done < most:
-            # Waiting for the answer costs less than a chunk made in vain.
-            if not self.stop.fixed_budget and not bool((self.standing.status < 0).any()):
-                break
-            length = min(self.whole, most - done)
-            self.pieces[length]()
-            done += length
-        return done
-
-    def finish(self, nfe: int) -> tuple[Leaves, Stats]:
-        """The chosen iterates, in buffers that the next run overwrites, and statistics of their own."""
-        stop, standing = self.stop, self.standing
-        status, steps, residual = standing.status.long(), standing.steps.long(), standing.residual.clone()
-        unfinished = status < 0
-        steps = torch.where(unfinished | stop.fixed_budget, stop.max_steps, steps)
-        status = torch.where(unfinished, int(Status.MAX_STEPS), status)
-        if stop.fixed_budget:
-            status = torch.where(unfinished & (residual == 0), int(Status.CONVERGED), status)
-        value = standing.best
-        if stop.select == "last":
-            usable = _leaves.all_finite(self.z) & (status != Status.NONFINITE)
-            status = torch.where(usable, status, int(Status.NONFINITE))
-            value = [torch.where(usable[:, None], z, best) for z, best in zip(self.z, value, strict=True)]
-            residual = torch.where(usable, standing.latest, residual)
-        stats = Stats(status, residual, steps, nfe, lagged=stop.select == "last", solver_bytes=self.bytes)
-        return value, stats
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # What a recording reads
@@ -276,6 +149,31 @@ class _Static:
         with self.aliases:
             return self.problem.evaluate(z)
 
+    @property
+    def can_shrink(self) -> bool:
+        """Whether f on fewer systems costs less, and is the same f."""
+        some = torch.zeros(1, dtype=torch.int64, device=self.problem.spec.device)
+        return self.problem.can_slice and self.problem.scope.rows(some, self.problem.num_systems) is not None
+
+    def part(self, size: int) -> Part:
+        """f on so many systems, on buffers that follow from the ones here."""
+        whole = self.problem
+        fewer = whole.rows(torch.arange(size, device=whole.spec.device))
+        fewer._checked = False  # f may be made for one size of batch
+        trees = [*zip(fewer.inputs, whole.inputs, whole.in_dims, strict=True)]
+        trees += [(drawn, whole.scope._drawn[module], 0) for module, drawn in fewer.scope._drawn.items()]
+        copies = []
+        for ours, theirs, axis in trees:
+            for place, source in zip(tree_tensors(ours), tree_tensors(theirs), strict=True):
+                if axis is not None and place is not source:  # else all systems share it
+                    copies.append((place.requires_grad_(source.requires_grad), source, axis))  # as in `_Aliases`
+
+        def evaluate(z: Leaves) -> Leaves:
+            with self.aliases:
+                return fewer.evaluate(z)
+
+        return Part(size, evaluate, copies)
+
     @contextmanager
     def active(self) -> Iterator[None]:
         """Where parts of f are evaluated again by a vector-Jacobian product, they find what f finds."""
@@ -294,22 +192,18 @@ def _buffers(tree: Any, grad: bool) -> Any:
     return tree_unflatten(copies, form)
 
 
-def _copy(places: Any, values: Any) -> None:
-    for place, value in zip(tree_tensors(places), tree_tensors(values), strict=True):
-        place.copy_(value)
-
-
 class _Adjoint:
     """The graph of f at z*, and products with it."""
 
-    def __init__(self, static: _Static, like: Leaves) -> None:
-        self.static = static
-        self.point, self.cotangent, self.found = ([torch.zeros_like(leaf) for leaf in like] for _ in range(3))
+    def __init__(self, static: _Static, root: Leaves) -> None:
+        self.static, self.root = static, root
+        self.point, self.cotangent = ([torch.zeros_like(leaf) for leaf in root] for _ in range(2))
         self.start: Leaves = []
         self.image: Leaves = []
         self.grads: tuple[Tensor | None, ...] = ()
 
     def attach(self) -> None:
+        copy_all(self.point, self.root)
         with torch.enable_grad():
             self.start = sever(self.point)
             self.image = self.static.evaluate(self.start)
@@ -319,8 +213,8 @@ class _Adjoint:
             pulled = pullback(self.image, self.start, u)
         return [a + g for a, g in zip(pulled, self.cotangent, strict=True)]
 
-    def deliver(self) -> None:
-        pairs = [(f, u) for f, u in zip(self.image, self.found, strict=True) if f.requires_grad]
+    def deliver(self, u: Leaves) -> None:
+        pairs = [(f, cotangent) for f, cotangent in zip(self.image, u, strict=True) if f.requires_grad]
         images, cotangents = zip(*pairs, strict=True)
         with self.static.active():
             self.grads = torch.autograd.grad(
@@ -346,69 +240,102 @@ class Recording:
         self.lease: weakref.ref[Lease] | None = None
         self.turn = 0
         self.tape = tape_for(problem.spec.device)
+        self.cell, self.compiled = deq.cell, deq._compiled is not None
         self.constants = _Constants.of(problem, z0)
-        with _untouched(deq.cell, problem.spec.device), torch.inference_mode(False), torch.no_grad():
+        self.backward: Iteration | None = None
+        with self._recording():
             self.static = _Static(deq, problem, self.constants, z0, grad)
-            self.backward: _Loop | None = None
+            self.method = Method(plan.solver, plan.stop, problem.floor)
+            self._record(plan, [leaf.clone() for leaf in z0], grad)
+        self.places = [*tree_tensors((self.static.inputs, self.static.held)), *self.forward.loop.buffers.z]
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        with recording_now, _untouched(self.cell, self.tape.device), torch.inference_mode(False), torch.no_grad():
             try:
-                with nullcontext() if deq._compiled else _no_draws(deq.cell):
-                    self._record(plan, [leaf.clone() for leaf in z0], problem.floor, grad)
+                with nullcontext() if self.compiled else _no_draws(self.cell):
+                    yield
             finally:
                 self.tape.tidy()
 
-    def _record(self, plan: "Plan", z: Leaves, floor: float, grad: bool) -> None:
-        tape, casts = self.tape, self.static.problem.autocast is not None
-        self.forward = _Loop(tape, self.static.evaluate, z, plan.solver, plan.stop, floor, casts)
+    def _record(self, plan: "Plan", z: Leaves, grad: bool) -> None:
+        tape, forward = self.tape, Buffers(z, self.method)
+        self.forward = Iteration(Loop(tape, self.static.evaluate, forward, self.method), self.static.can_shrink)
         if not grad:
             return
         assert isinstance(plan.adjoint, Implicit)
-        self.adjoint = adjoint = _Adjoint(self.static, z)
+        self.adjoint = adjoint = _Adjoint(self.static, forward.value)
         tape.rehearse(adjoint.attach)
         if not adjoint.has_gradient():
             return
         with tape.together():
             self.attach = tape.record(adjoint.attach)
         self.attach()  # what follows is rehearsed on this graph, where a saved index must not be arbitrary
-        u = [torch.zeros_like(leaf) for leaf in z]
-        self.backward = _Loop(tape, adjoint.pull, u, plan.adjoint.solver, plan.adjoint.stop, floor, casts)
-        tape.rehearse(adjoint.deliver)
+        method = Method(plan.adjoint.solver, plan.adjoint.stop, self.method.floor)
+        backward = Buffers([torch.zeros_like(leaf) for leaf in z], method)
+        self.backward = Iteration(Loop(tape, adjoint.pull, backward, method, _begin(adjoint, backward)), shrinks=False)
+        tape.rehearse(partial(adjoint.deliver, backward.value))
         with tape.together():
-            self.deliver = tape.record(adjoint.deliver)
+            self.deliver = tape.record(partial(adjoint.deliver, backward.value))
 
     @torch.no_grad()
-    def load(self, problem: Problem, z0: Leaves) -> list[Tensor]:
-        """Take in a problem and its start; return the tensors besides parameters that gradients go to."""
+    def load(self, inputs: Sequence[Tensor], z0: Leaves, problem: Problem | None) -> list[Tensor]:
+        """Take in the tensors of a problem and its start.
+
+        Args:
+            inputs: The tensors among its inputs.
+            z0: Its start.
+            problem: The problem itself, if it holds anything constant.
+
+        Returns:
+            The tensors besides parameters that gradients go to.
+        """
         self.tape.take_turn()
-        values = self.constants.values(problem, z0)
-        _copy(self.static.inputs, problem.inputs)
-        _copy(self.static.held, values)
-        _copy(self.forward.z, z0)
-        return [tensor for tensor in tree_tensors((problem.inputs, values)) if tensor.requires_grad]
+        values = tree_tensors(self.constants.values(problem, z0)) if problem is not None else []
+        copy_all(self.places, [*inputs, *values, *z0])
+        return [tensor for tensor in (*inputs, *values) if tensor.requires_grad]
 
     @torch.no_grad()
     def solve(self) -> tuple[Leaves, Stats]:
         """The equilibrium of what was loaded, in buffers; if there is an adjoint, f is evaluated there for it."""
-        nfe = self.forward.run()
-        value, stats = self.forward.finish(nfe + (self.backward is not None))
+        nfe = self.forward.run(self._shrunk)
         if self.backward is not None:
-            _copy(self.adjoint.point, value)
             self.attach()
-        return value, stats
+        buffers = self.forward.loop.buffers
+        return buffers.value, buffers.stats(self.method.stop, nfe + (self.backward is not None))
+
+    def _shrunk(self, size: int) -> Level | None:
+        """A loop for so many of the systems; None if that cannot be recorded."""
+        try:
+            with self._recording():
+                return shrunk(self.tape, self.forward.loop.buffers, self.static.part(size), self.method)
+        except (RuntimeError, ValueError):  # f may be made for one size of batch; it goes on with that
+            return None
 
     @torch.no_grad()
     def pull_back(self, grads: Iterable[Tensor | None]) -> tuple[list[Tensor | None], Stats]:
         """The gradients of what wants one for a cotangent of the equilibrium; statistics of the adjoint solve."""
-        loop, adjoint = self.backward, self.adjoint
-        assert loop is not None
+        iteration, adjoint = self.backward, self.adjoint
+        assert iteration is not None
         self.tape.take_turn()
-        for place, u, grad in zip(adjoint.cotangent, loop.z, grads, strict=True):
+        for place, grad in zip(adjoint.cotangent, grads, strict=True):
             place.zero_() if grad is None else place.copy_(grad)
-            u.copy_(place)
-        nfe = loop.run()
-        value, stats = loop.finish(nfe + 1)
-        _copy(adjoint.found, value)
+        nfe = iteration.run(lambda size: None)
         self.deliver()
-        return [None if grad is None else grad.clone() for grad in adjoint.grads], stats
+        found = [grad for grad in adjoint.grads if grad is not None]
+        copies = [torch.empty_like(grad) for grad in found]
+        copy_all(copies, found)
+        rest = iter(copies)
+        loop = iteration.loop
+        return [grad if grad is None else next(rest) for grad in adjoint.grads], loop.buffers.stats(loop.stop, nfe + 1)
+
+
+def _begin(adjoint: _Adjoint, buffers: Buffers) -> Work:
+    def begin() -> None:
+        copy_all(buffers.z, adjoint.cotangent)
+        buffers.restart()
+
+    return begin
 
 
 @contextmanager

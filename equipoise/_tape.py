@@ -5,17 +5,33 @@ again from Python, which is no faster than not recording, and a way to test.
 """
 
 import gc
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from equipoise._compat import abandon_pool
 
 Work = Callable[[], None]
+
+# One recording at a time in a process: memory and libraries are set up for a recording as a whole.
+recording_now = threading.RLock()
+
+
+def copy_all(places: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy many tensors, with one launch for those of one dtype if all are dense."""
+    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, source in zip(places, sources, strict=True):
+        ours, theirs = by_dtype.setdefault(place.dtype, ([], []))
+        ours.append(place)
+        theirs.append(source)
+    for ours, theirs in by_dtype.values():
+        torch._foreach_copy_(ours, theirs)
 
 
 @contextmanager
@@ -61,6 +77,14 @@ class Reruns:
         again()  # leaves behind what a graph would: tensors that later recordings refer to
         return again
 
+    def host(self, like: Tensor) -> Tensor:
+        """A tensor of this shape and dtype to read one on the device into."""
+        return torch.empty_like(like, device="cpu")
+
+    def read(self, source: Tensor, host: Tensor) -> None:
+        """Copy to the host, and wait for that."""
+        host.copy_(source)
+
     def tidy(self) -> None:
         """Nothing was set aside."""
 
@@ -90,6 +114,7 @@ class Graphs:
             _sides[device] = _Side(torch.cuda.Stream(device))
         self.device, self.side = device, _sides[device]
         self.pool = torch.cuda.graph_pool_handle()
+        self.copied = torch.cuda.Event()
 
     def take_turn(self) -> None:
         """Let what was replayed on another stream end before anything is replayed, or copied into buffers, here."""
@@ -152,6 +177,16 @@ class Graphs:
                 torch.zeros(1, device=self.device)
                 sound.capture_end()
             raise
+
+    def host(self, like: Tensor) -> Tensor:
+        """A tensor of this shape and dtype to read one on the device into, without a stop on the way."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def read(self, source: Tensor, host: Tensor) -> None:
+        """Copy to the host, and wait for that and no more: other streams go on."""
+        host.copy_(source, non_blocking=True)
+        self.copied.record(torch.cuda.current_stream(self.device))
+        self.copied.synchronize()
 
     def tidy(self) -> None:
         """Give back what rehearsals took: memory cached for one stream is of no use to others."""

@@ -5,9 +5,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import equipoise as eq
+from equipoise._tape import Reruns, own_casts
 
 SOLVERS = {
     "picard": eq.Picard(),
@@ -61,6 +63,11 @@ def inputs_of(n=6, batch=5, dtype=torch.float64, seed=0):
 
 def tensors(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def recordings_of(deq):
+    """All that a DEQ keeps, the oldest first."""
+    return [recording for shape in deq.capture._shapes.values() for recording in shape.recordings]
 
 
 def loss_of(value):
@@ -132,3 +139,89 @@ def assert_falls_back(deq, *inputs, reason, grad=True, **options):
     assert deq.capture.replayed == 0
     assert sum(deq.capture.fallbacks.values()) == 2
     return solution
+
+
+# As a CUDA graph would
+
+
+class _Noting(TorchDispatchMode):
+    host_reads = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in self.host_reads:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
+
+
+class Emulated(Reruns):
+    """A tape of operations on the tensors they were first done on: no Python, no new tensors, nothing read."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.turns = 0
+
+    def take_turn(self):
+        self.turns += 1
+
+    def rehearse(self, run):
+        with own_casts("cpu"):
+            run()
+
+    def together(self):
+        return own_casts("cpu")
+
+    def tidy(self):
+        pass
+
+    def record(self, run):
+        noting = _Noting()
+        given = set()
+        with noting:
+            run()
+        for _, args, kwargs, result in noting.calls:
+            given |= {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))} - given
+            for tensor in tensors(result):
+                # A graph is not run when it is recorded: what it makes is arbitrary until then.
+                if tensor.untyped_storage().data_ptr() not in given and tensor.dtype != torch.bool:
+                    tensor.data.fill_(torch.nan if tensor.is_floating_point() else 2**30)
+
+        def replay():
+            for func, args, kwargs, result in noting.calls:
+                bare = tree_map(lambda x: x.data if isinstance(x, torch.Tensor) else x, (args, kwargs))
+                with torch.no_grad():
+                    again = func(*bare[0], **bare[1])
+                    for old, new in zip(tensors(result), tensors(again), strict=True):
+                        if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
+                            old.data.copy_(new)
+
+        return replay
+
+
+class Silent(Reruns):
+    """Replays do nothing: what remains is what a solve does besides them."""
+
+    def record(self, run):
+        run()
+        return lambda: None
+
+
+class Launches(TorchDispatchMode):
+    """Operations that would be launched on a device, by name: all but those that only look or allocate."""
+
+    quiet = ("detach", "alias", "view", "reshape", "permute", "expand", "slice", "select", "unbind", "empty", "promote")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not name.lstrip("_").startswith(self.quiet):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))

@@ -71,7 +71,7 @@ def _overheads(anderson: float, picard: float) -> tuple[tuple[str, float], ...]:
 
 
 SHAPES = {
-    "copy": Shape(32, 420, 32, 64, overheads=_overheads(1.25, 1.08), forward=7),
+    "copy": Shape(32, 420, 32, 64, overheads=_overheads(1.25, 1.08), forward=7, step=10),
     "small": Shape(32, 128, 256, 1024, half=True, overheads=_overheads(1.3, 1.08), forward=10, step=10),
     "medium": Shape(15, 150, 416, 1600, heads=8, half=True, overheads=_overheads(1.3, 1.08), forward=9, step=10),
     "wide": Shape(15, 150, 704, 48_000, heads=8, half=True, overheads=_overheads(1.08, 1.03), forward=2.4, step=2.5),

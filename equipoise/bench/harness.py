@@ -163,9 +163,7 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """Plain values."""
-        checks = {
-            name: [{**asdict(check), "ok": check.ok} for check in checks] for name, checks in self.checks.items()
-        }
+        checks = {name: [{**asdict(check), "ok": check.ok} for check in checks] for name, checks in self.checks.items()}
         goals = [
             {**asdict(goal), "ratio": ratio, "met": None if ratio is None else goal.met(ratio)}
             for goal in self.goals
@@ -221,9 +219,9 @@ def _on_cuda(work: Work) -> float:
 
 
 def tidy(device: torch.device) -> None:
-    """Give back what the row before held: recordings own memory until they are collected."""
-    gc.collect()
+    """Give back what the row before held: recordings own memory of the device until they are collected."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
 

@@ -12,6 +12,7 @@ except ImportError:
 
 from equipoise.cli.benchmark import benchmark
 from equipoise.cli.data import data
+from equipoise.cli.hyper import hyper
 from equipoise.cli.inspect import inspect
 from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, RunFolder, Set, Split, Which, epilog
 from equipoise.cli.output import show, table, warn
@@ -189,6 +190,9 @@ app.command(
 app.command(epilog=epilog("benchmark solver --out runs/bench", "benchmark train-step --out runs/bench --shape small"))(
     benchmark
 )
+app.command(
+    epilog=epilog("hyper runs/ptb --data-dir DIR", "hyper runs/ptb --finetune runs/ptb/hyper --steps 200 --out hyper2")
+)(hyper)
 app.command(
     short_help="Draw figures from the logs of runs.",
     epilog=epilog("plot all runs/ptb", "plot training runs/ptb runs/lstm --out figures", "list figures"),

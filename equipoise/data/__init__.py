@@ -1,8 +1,13 @@
-"""Data: text as token streams, and the copy-memory task."""
+"""Data: text as token streams, the copy-memory task, and images with classes or masks."""
 
 from equipoise.data import corpora as corpora  # registers the corpora known by name
+from equipoise.data import image_sets as image_sets  # and these, the sets of images
+from equipoise.data import segmentation as segmentation
+from equipoise.data import synthetic as synthetic
+from equipoise.data.augment import CropFlip, ResizedCrop, ScaleCrop
 from equipoise.data.copy_memory import CopyBatch, CopyMemory, recall
 from equipoise.data.files import DamagedDataError, DataError, MissingDataError
+from equipoise.data.images import ImageBatch, ImageData, ImageStream, load_images, register_images
 from equipoise.data.registry import list_data, load_data, register_data
 from equipoise.data.stream import Segment, StreamScore, TokenStream, score_stream
 from equipoise.data.text import Corpus, TextCorpus, load_text, register_corpus
@@ -22,9 +27,15 @@ __all__ = [
     "CopyBatch",
     "CopyMemory",
     "Corpus",
+    "CropFlip",
     "DamagedDataError",
     "DataError",
+    "ImageBatch",
+    "ImageData",
+    "ImageStream",
     "MissingDataError",
+    "ResizedCrop",
+    "ScaleCrop",
     "Segment",
     "StreamScore",
     "TextCorpus",
@@ -33,10 +44,12 @@ __all__ = [
     "WordVocabulary",
     "list_data",
     "load_data",
+    "load_images",
     "load_text",
     "recall",
     "register_corpus",
     "register_data",
+    "register_images",
     "score_stream",
     "vocabulary_from_state",
 ]

@@ -43,7 +43,8 @@ from equipoise.models._sequence import (
 from equipoise.models.outputs import LMOutput
 from equipoise.models.registry import register_model
 from equipoise.nn.dropout import SequenceDropout
-from equipoise.ops import trellis_cell
+from equipoise.ops import drop_taps, gather_taps, trellis_cell
+from equipoise.ops.taps import product_dtype
 from equipoise.solvers import Anderson
 
 FORMS = ("eliminated", "full")
@@ -72,21 +73,20 @@ class _PastTaps(nn.Module):
         self.p, self.past = p, past
 
     def begin_solve(self, x: Tensor) -> Tensor:
-        kept = torch.rand((x.shape[0], self.past), device=x.device, dtype=torch.float32) >= self.p
-        return kept.to(x.dtype).div_(1 - self.p)
+        return torch.rand((x.shape[0], self.past), device=x.device, dtype=torch.float32) >= self.p
 
-    def forward(self, weight: Tensor) -> Tensor:
+    def forward(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
         if not self.training or self.p == 0 or self.past == 0:
-            return weight
-        mask = solve_constant(self, weight)
-        return torch.cat([weight[:, : self.past] * mask, weight[:, self.past :]], dim=1)
+            return weight.to(dtype)
+        return drop_taps(weight, solve_constant(self, weight), 1 / (1 - self.p), dtype=dtype)
 
 
 class CausalConv(nn.Module):
     """A causal convolution over (B, T, d) as one matrix product, with DropConnect and weight normalisation.
 
     The weight is that of `nn.Conv1d` with its last two axes exchanged and joined: (out, k · in), the oldest tap first.
-    With normalisation it is g · v / ‖v‖ row by row, v after DropConnect; it is computed once per solve.
+    With normalisation it is g · v / ‖v‖ row by row, v after DropConnect; it is computed, and under autocast rounded,
+    once per solve.
 
     Args:
         in_size: Features of the input.
@@ -139,30 +139,32 @@ class CausalConv(nn.Module):
             self.weight_g.copy_(torch.linalg.vector_norm(self.weight_v, dim=1, keepdim=True))
 
     def begin_solve(self, x: Tensor) -> Tensor:
-        """The effective weight."""
-        v = self.drop(self.weight_v)
+        """The effective weight, in the dtype that products with it are computed in."""
+        dtype = product_dtype(self.weight_v)
         if self.weight_g is None:
-            return v
+            return self.drop(self.weight_v, dtype)
+        v = self.drop(self.weight_v, self.weight_v.dtype)
         # The bound matters only for a row whose kept entries are all zero.
-        return v * (self.weight_g / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-12))
+        return (v * (self.weight_g / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-12))).to(dtype)
 
-    def forward(self, padded: Tensor, plus: Tensor | None = None) -> Tensor:
-        """Map (B, reach + T, in) to (B, T, out); `plus` of that shape is added in place of the bias."""
-        length = padded.shape[1] - self.reach
-        taps = [padded[:, j * self.dilation : j * self.dilation + length] for j in range(self.kernel_size)]
-        rows = taps[0] if len(taps) == 1 else torch.cat(taps, dim=-1)
-        if plus is None:
-            return F.linear(rows, self.weight, self.bias)
-        # As part of the product: a pass over (B, T, out) of its own costs a quarter of it on a GPU.
-        product = torch.addmm(plus.flatten(0, 1), rows.flatten(0, 1), self.weight.t())
-        return product.unflatten(0, plus.shape[:2])
+    def product(self, x: Tensor, before: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """The convolution of x (B, T, in), `before` (B, reach, in) it, with another bias (out,) than its own, or none.
+
+        A mask (B, 1, in) is multiplied with both.
+        """
+        rows = gather_taps(x, before, mask, kernel_size=self.kernel_size, dilation=self.dilation)
+        return F.linear(rows, self.weight, bias)
+
+    def forward(self, x: Tensor, before: Tensor, mask: Tensor | None = None) -> Tensor:
+        """See `product`."""
+        return self.product(x, before, mask, self.bias)
 
 
 class TrellisCell(nn.Module):
     """The layer f: on h of shape (B, T, H) in the eliminated form, on the pair (h, c) in the full one.
 
-    Its inputs are the injection u (B, T, 4H), the bias of the layer in it, and the history of both parts: h0 (B, (k − 1)s, H) and c0 (B, s, H).
-    The layer takes first and second derivatives, forward mode and torch.func (`Implicit(any_order=True)`).
+    Its inputs are the injection u (B, T, 4H), with the layer's bias in it, and the history of both parts: h0
+    (B, (k − 1)s, H) and c0 (B, s, H). It takes any derivatives, and torch.func (`Implicit(any_order=True)`).
     """
 
     def __init__(self, config: "DEQTrellisNetConfig") -> None:
@@ -185,21 +187,25 @@ class TrellisCell(nn.Module):
         return zeros if self.form == "eliminated" else (zeros, torch.zeros_like(zeros))
 
     def step(self, state: Any, u: Tensor, h0: Tensor, c0: Tensor) -> tuple[Tensor, Tensor]:
-        """The new h and c, in either form."""
-        h, c = (state, None) if self.form == "eliminated" else state
-        pre = self.recurrent(self.drop(torch.cat([h0, h], dim=1)), plus=u)
-        if c is None:
-            new_h, new_c = trellis_cell(pre, c0)
-        else:
-            i, o, g, phi = pre.chunk(4, dim=-1)
-            drive = i.sigmoid() * g.tanh()
-            new_c = torch.addcmul(drive, phi.sigmoid(), neighbour(c, c0, False).to(drive.dtype))
-            new_h = o.sigmoid() * new_c.tanh()
+        """The new h and c, in either form; an eliminated c in the dtype of products."""
+        if self.form == "eliminated":
+            new_h, new_c = trellis_cell(self._products(state, h0), c0, u, dtype=state.dtype)
+            assert new_c is not None
+            return new_h, new_c
+        h, c = state
+        i, o, g, phi = (self._products(h, h0) + u).chunk(4, dim=-1)
+        drive = i.sigmoid() * g.tanh()
+        new_c = torch.addcmul(drive, phi.sigmoid(), neighbour(c, c0, False).to(drive.dtype))
+        new_h = o.sigmoid() * new_c.tanh()
         return new_h.to(h.dtype), new_c.to(h.dtype)
 
     def forward(self, state: Any, u: Tensor, h0: Tensor, c0: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        new_h, new_c = self.step(state, u, h0, c0)
-        return new_h if self.form == "eliminated" else (new_h, new_c)
+        if self.form == "eliminated":
+            return trellis_cell(self._products(state, h0), c0, u, dtype=state.dtype, need_c=False)[0]
+        return self.step(state, u, h0, c0)
+
+    def _products(self, h: Tensor, h0: Tensor) -> Tensor:
+        return self.recurrent.product(h, h0, self.drop.mask(h))
 
 
 # The model
@@ -346,7 +352,7 @@ class DEQTrellisNet(nn.Module):
     def prepare(
         self, tokens: Tensor, targets: Tensor | None, memory: Memory | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The inputs of the layer: injection, history of h and of c; and the embedded inputs with theirs."""
+        """The inputs of the layer: injection, history of h and of c; and the last embedded inputs, to carry on."""
         check_tokens("DEQTrellisNet", tokens, targets)
         batch, config = tokens.shape[0], self.config
         embedded = self._embed(tokens)
@@ -358,9 +364,9 @@ class DEQTrellisNet(nn.Module):
             if config.carry_inputs
             else embedded.new_zeros(batch, config.kernel_size - 1, config.embedding_size)
         )
-        inputs = torch.cat([before, embedded], dim=1)
-        u = self.injection(self.drop_in(inputs)) + self.cell.recurrent.bias  # here once, in f at every step
-        return u, memory["h"], memory["c"], inputs
+        bias = self.injection.bias + self.cell.recurrent.bias  # here once, in f at every step
+        u = self.injection.product(embedded, before, self.drop_in.mask(embedded), bias)
+        return u, memory["h"], memory["c"], _last(before, embedded)
 
     def empty_memory(self, batch: int, like: Tensor) -> Memory:
         """The memory at the start of streams: zeros.
@@ -379,10 +385,10 @@ class DEQTrellisNet(nn.Module):
         return memory
 
     def remember(self, h0: Tensor, h: Tensor, c0: Tensor, c: Tensor, inputs: Tensor) -> Memory:
-        """The memory after a segment: the last steps of h, c and the inputs, detached."""
+        """The memory after a segment: the last steps of h and c, and of the inputs if wanted; detached."""
         kept = {"h": _last(h0, h), "c": _last(c0, c)}
         if self.config.carry_inputs:
-            kept["inputs"] = inputs[:, inputs.shape[1] - self.config.kernel_size + 1 :]
+            kept["inputs"] = inputs
         return {name: tensor.detach().clone() for name, tensor in kept.items()}
 
     def answer(
@@ -428,21 +434,23 @@ class DEQTrellisNet(nn.Module):
         with SolveScope():  # the same masks and weights in all chunks
             for piece in u.split(chunk, dim=1):
                 if parts:
-                    h0, c0 = _last(h0, parts[-1][0]), _last(c0, parts[-1][1])
+                    h0, c0 = _last(h0, parts[-1][0]), parts[-1][1]
                 parts.append(self._equilibrium(piece, h0, c0, True, {}))
         h, c, solutions = zip(*parts, strict=True)
-        return torch.cat(h, dim=1), torch.cat(c, dim=1), self._joined(solutions)
+        return torch.cat(h, dim=1), c[-1], self._joined(solutions)
 
     def _equilibrium(
         self, u: Tensor, h0: Tensor, c0: Tensor, engaged: bool, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Solution]:
-        """h and c at the equilibrium; c carries a gradient if `engaged`."""
+        """h at the equilibrium and the last steps of c; c carries a gradient if `engaged`."""
         solution = self.deq(u, h0, c0, **options)
         if self.config.form == "full":
-            return *solution.value, solution
+            h, c = solution.value
+            return h, _last(c0, c), solution
         # One more evaluation: the solve knows h only.
         with solution.problem.active(), torch.set_grad_enabled(engaged and torch.is_grad_enabled()):
-            return solution.value, self.cell.step(solution.value, u, h0, c0)[1], solution
+            c = self.cell.step(solution.value, u, h0, c0)[1]
+            return solution.value, _last(c0, c), solution
 
     def _joined(self, solutions: Sequence[Solution]) -> Solution:
         """One solution from those of chunks; it has no problem, and no statistics of the backward pass."""
@@ -454,11 +462,11 @@ class DEQTrellisNet(nn.Module):
 
 
 def _last(before: Tensor, values: Tensor) -> Tensor:
-    """The last steps of `before` followed by `values`, as many as `before` has."""
+    """The last steps of `before` followed by `values`, as many as `before` has and in its dtype."""
     count, length = before.shape[1], values.shape[1]
     if length >= count:
-        return values[:, length - count :]
-    return torch.cat([before[:, length:], values], dim=1)
+        return values[:, length - count :].to(before.dtype)
+    return torch.cat([before[:, length:], values.to(before.dtype)], dim=1)
 
 
 class ExplicitTrellisNet(nn.Module):

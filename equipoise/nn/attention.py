@@ -6,17 +6,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from equipoise._errors import require_count, require_number
+from equipoise._errors import require_count, require_number, unknown_name
 from equipoise.nn.dropout import AttentionDropout, VariationalDropout
 from equipoise.nn.norm import weight_norm as normalised
+from equipoise.ops._backend import BACKENDS
+from equipoise.ops.attention import attend, takes_kernel
+from equipoise.ops.attention.naive import attention_map, out_of_sight
 
 BIAS_STD = 0.01
+ALIGNED = 8  # elements: rows of products that begin at multiples of 16 bytes are what matrix units are quick with
 
 Past = tuple[Tensor, Tensor]
 """Keys and values of positions before the segment, each (B, heads, M, d_head)."""
 
 Positions = tuple[Tensor, Tensor]
-"""Keys of distances, (heads, d_head, M + T + 1), and which pairs may not meet, (T, M + T)."""
+"""Keys of distances, (heads, d_head, M + T + 1 or more), and which pairs may not meet, (T, M + T)."""
 
 
 class RelativeAttention(nn.Module):
@@ -29,7 +33,8 @@ class RelativeAttention(nn.Module):
         result = W_o (dropout(softmax(s)) V) + b_o
 
     where R_δ holds the sines, then the cosines, of δ·10000^(−2k/d). What does not depend on z is computed once for a
-    whole solve, by `positions` and `past`, and handed to `forward`.
+    whole solve, by `positions` and `past`, and handed to `forward`. Where the map needs no dropout and the device has
+    kernels for it, it is not written out: see `equipoise.ops.attend`.
 
     Args:
         d_model: Width, even, a multiple of `heads`.
@@ -40,6 +45,7 @@ class RelativeAttention(nn.Module):
         position_dropout: On R: one mask over features, shared by distances and by the batch.
         weight_norm: Normalise W_qkv, W_R and W_o.
         init_std: Standard deviation of initial weights, at most 1/√fan-in.
+        backend: Of `attend`: "auto", "naive" or "triton".
 
     Reference: Z. Dai et al., Transformer-XL: attentive language models beyond a fixed-length context, ACL 2019.
     """
@@ -54,6 +60,7 @@ class RelativeAttention(nn.Module):
         position_dropout: float = 0.0,
         weight_norm: bool = False,
         init_std: float = 0.05,
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         require_count("RelativeAttention", "d_model", d_model, low=2)
@@ -65,7 +72,10 @@ class RelativeAttention(nn.Module):
             )
         if local_size is not None:
             require_count("RelativeAttention", "local_size", local_size)
+        if backend not in BACKENDS:
+            raise unknown_name("backend", backend, BACKENDS)
         self.d_model, self.heads, self.d_head, self.local_size = d_model, heads, d_model // heads, local_size
+        self.backend = backend
         self.qkv = initialised(nn.Linear(d_model, 3 * d_model, bias=False), init_std, weight_norm)
         self.position = initialised(nn.Linear(d_model, d_model, bias=False), init_std, weight_norm)
         self.output = initialised(nn.Linear(d_model, d_model), init_std, weight_norm)
@@ -77,18 +87,17 @@ class RelativeAttention(nn.Module):
     def positions(self, length: int, past: int = 0) -> Positions:
         """What `forward` needs to know of distances, for `length` queries after `past` positions of memory.
 
-        The keys of distances begin with a column of zeros and then fall from M + T − 1 to 0: see `relative_shift`.
+        The keys of distances begin with a column of zeros, or several for kernels, and then fall from M + T − 1 to 0:
+        see `relative_shift`.
         """
         keys = past + length
         like = self.content_bias
         distance = torch.arange(keys - 1, -1, -1, device=like.device)
         table = self.position_dropout(sinusoids(distance, self.d_model, like.dtype))
         encoded = self.position(table).view(keys, self.heads, self.d_head).permute(1, 2, 0)
-        delta = torch.arange(past, keys, device=like.device)[:, None] - torch.arange(keys, device=like.device)
-        blocked = delta < 0
-        if self.local_size is not None:
-            blocked = blocked | (delta >= self.local_size)
-        return pad(encoded, (1, 0)), blocked
+        for_kernels = self.backend == "triton" or (self.backend == "auto" and like.is_cuda)
+        ahead = 1 + -(keys + 1) % ALIGNED if for_kernels else 1
+        return pad(encoded, (ahead, 0)), out_of_sight(length, past, self.local_size, like.device)
 
     def past(self, z: Tensor, injection: Tensor) -> Past:
         """Keys and values of memory: states (B, M, d) and their injections (B, M, 3d)."""
@@ -103,32 +112,34 @@ class RelativeAttention(nn.Module):
         if past is not None:
             key, value = torch.cat([past[0], key], dim=2), torch.cat([past[1], value], dim=2)
         distances, blocked = positions
-        # Passes over (B, heads, T, M + T) are most of the cost on a CPU: so queries are scaled, and products added up.
-        scale = self.d_head**-0.5
-        by_distance = relative_shift(((query + self.position_bias[:, None]) * scale) @ distances)
-        by_content = ((query + self.content_bias[:, None]) * scale).flatten(0, 1), key.mT.flatten(0, 1)
-        scores = torch.baddbmm(by_distance.flatten(0, 1), *by_content).unflatten(0, query.shape[:2])
-        weights = self.map_dropout(scores.masked_fill_(blocked, -math.inf).softmax(dim=-1))
-        mixed = weights.to(value.dtype) @ value
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        drops = self.map_dropout.training and self.map_dropout.p > 0
+        if not drops and takes_kernel(query, key, value, backend=self.backend):
+            mixed = self._fused(query, key, value, distances)
+        else:
+            # Passes over (B, heads, T, M + T) are most of the cost on a CPU: so queries are scaled, not scores.
+            scale = self.d_head**-0.5
+            by_distance = ((query + self.position_bias[:, None]) * scale) @ distances[..., -key.shape[2] - 1 :]
+            weights = attention_map((query + self.content_bias[:, None]) * scale, key, by_distance, blocked)
+            mixed = (self.map_dropout(weights).to(value.dtype) @ value).transpose(1, 2)
+        return self.output(mixed.flatten(2))
+
+    def _fused(self, query: Tensor, key: Tensor, value: Tensor, distances: Tensor) -> Tensor:
+        """Values mixed by kernels, (B, T, heads, d_head)."""
+        positioned = query + self.position_bias.to(query.dtype)[:, None]
+        # Heads are the batch of this product: all sequences share the keys of distances.
+        by_distance = torch.bmm(positioned.transpose(0, 1).flatten(1, 2), distances)
+        by_distance = by_distance.unflatten(1, positioned.shape[::2]).transpose(0, 1)
+        scale, local = self.d_head**-0.5, self.local_size
+        bias, backend = self.content_bias, self.backend
+        return attend(query, key, value, by_distance, bias, scale=scale, local_size=local, backend=backend)
 
     def _split(self, joint: Tensor, parts: int) -> tuple[Tensor, ...]:
         """(B, T, parts·d) to `parts` tensors (B, heads, T, d_head)."""
-        return joint.unflatten(-1, (parts, self.heads, self.d_head)).permute(2, 0, 3, 1, 4).unbind()
+        split = joint.unflatten(-1, (parts, self.heads, self.d_head)).unbind(-3)
+        return tuple(part.transpose(1, 2) for part in split)
 
     def extra_repr(self) -> str:
         return f"{self.d_model}, heads={self.heads}, local_size={self.local_size}"
-
-
-def relative_shift(scores: Tensor) -> Tensor:
-    """Scores by distance to scores by key, as a view: (..., T, L + 1) to (..., T, L), L = M + T.
-
-    Column c ≥ 1 of the argument belongs to distance L − c, so the score of query i and key j is at c = j + T − i, that
-    is, at T + i·L + j of the row-major flat matrix, whatever i and j: dropping the first T entries and reading rows of
-    length L does it. Entries with j > M + i, where the distance is negative, are of other rows, and must be masked.
-    """
-    length, columns = scores.shape[-2:]
-    return scores.flatten(-2)[..., length:].unflatten(-1, (length, columns - 1))
 
 
 def sinusoids(distance: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:

@@ -46,11 +46,13 @@ class VariationalDropout(nn.Module):
         kept = drawn >= self.p
         return kept.to(x.dtype).div_(1 - self.p)
 
+    def mask(self, x: Tensor) -> Tensor | None:
+        """What an input shaped like x is multiplied by, for those who do it themselves; None if nothing is dropped."""
+        return solve_constant(self, x) if self.training and self.p > 0 else None
+
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        mask = solve_constant(self, x)
-        return x * mask.to(x.dtype)
+        mask = self.mask(x)
+        return x if mask is None else x * mask.to(x.dtype)
 
     def extra_repr(self) -> str:
         systems = ", shared_by_systems=True" if self.shared_by_systems else ""

@@ -6,9 +6,11 @@ docs/maths/kernels.md.
 """
 
 from equipoise.ops.anderson import AndersonMemory, anderson_step
+from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
 from equipoise.ops.picard import picard_step
 from equipoise.ops.standing import Standing
+from equipoise.ops.taps import drop_taps, gather_taps
 from equipoise.ops.trellis import trellis_cell
 
 __all__ = [
@@ -16,7 +18,10 @@ __all__ = [
     "BroydenMemory",
     "Standing",
     "anderson_step",
+    "attend",
     "broyden_step",
+    "drop_taps",
+    "gather_taps",
     "low_rank_apply",
     "picard_step",
     "trellis_cell",

@@ -1,6 +1,20 @@
 """Figures of runs, drawn from their logs: one figure per file, known by name through the registry."""
 
-from equipoise.plots import convergence, memory, nfe, residual, steps, style, timing, training  # noqa: F401
+from equipoise.plots import (  # noqa: F401
+    benchmark,
+    convergence,
+    iou,
+    masks,
+    memory,
+    nfe,
+    pareto,
+    residual,
+    resolutions,
+    steps,
+    style,
+    timing,
+    training,
+)
 from equipoise.plots.inline import svg_text, to_base64
 from equipoise.plots.logs import LogError, Run, open_runs
 from equipoise.plots.registry import FIGURES, Chart, Drawn, draw, draw_all, make_chart, register_figure, save

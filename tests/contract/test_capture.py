@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import threading
 import weakref
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import equipoise as eq
-from equipoise import _capture, _recording
+from equipoise import _capture, _loop
 from tests.captured import (
     CLOSE,
     FIXED,
@@ -24,6 +23,7 @@ from tests.captured import (
     deq_of,
     inputs_of,
     loss_of,
+    recordings_of,
     same_statistics,
     step,
     tensors,
@@ -74,7 +74,7 @@ def test_stop_rules(stop):
         captured = [deq(x) for _ in range(2)][-1]
     assert torch.equal(captured.value, eager.value)
     same_statistics(captured.stats, eager.stats, 1e-15)
-    assert captured.stats.nfe <= eager.stats.nfe + _recording.CHUNK
+    assert captured.stats.nfe <= eager.stats.nfe + _loop.CHUNK
 
 
 def test_systems_of_different_kinds_in_one_batch():
@@ -465,7 +465,7 @@ def test_shapes_are_bounded_and_leased_recordings_survive(monkeypatch):
     deq = deq_of(Tanh())
     first = inputs_of(batch=2).requires_grad_()
     loss = loss_of(deq(first).value)
-    alive = [weakref.ref(recording) for recordings in deq.capture._shapes.values() for recording in recordings]
+    alive = [weakref.ref(recording) for recording in recordings_of(deq)]
     for batch in (3, 4, 5, 6):
         deq(inputs_of(batch=batch))
     assert len(deq.capture._shapes) == 2
@@ -494,7 +494,7 @@ def test_memory_does_not_grow():
             gone += [weakref.ref(solution), weakref.ref(solution.problem), weakref.ref(tensors(solution.value)[0])]
             loss_of(solution.value).backward()
             del solution
-        recordings = [weakref.ref(r) for kept in deq.capture._shapes.values() for r in kept]
+        recordings = [weakref.ref(recording) for recording in recordings_of(deq)]
         assert not any(reference() is not None for reference in gone)
         assert len(recordings) == 1
         deq._capture = None
@@ -562,44 +562,3 @@ def test_one_system_and_a_map_that_ignores_its_state():
 
     assert_engines_agree(deq_of(Constant()), inputs_of(batch=1).requires_grad_())
     assert_engines_agree(deq_of(Tanh(), eq.Anderson()), inputs_of(batch=1).requires_grad_())
-
-
-# Copies, penalties, diagnostics, models
-
-
-def test_copies_begin_without_recordings():
-    deq, x = deq_of(Scoped().double().eval()).eval(), inputs_of()
-    expected = deq(x).value
-    assert set(deq.state_dict()) == set(eq.DEQ(Scoped()).state_dict())
-    for twin in (copy.deepcopy(deq), pickle.loads(pickle.dumps(deq))):
-        assert twin.engine == "captured"
-        assert twin._capture is None
-        assert_close(twin(x).value, expected, 1e-12)
-        assert twin.capture.recorded == 1
-
-
-@pytest.mark.filterwarnings("ignore:engine=.captured.* no recorded step:equipoise.EquilibriumWarning")
-def test_penalties_and_diagnostics_of_captured_solutions():
-    cell, x, results = Scoped().double(), inputs_of().requires_grad_(), []
-    for engine in ("eager", "captured"):
-        deq = deq_of(copy.deepcopy(cell), eq.Anderson(), engine=engine)
-        torch.manual_seed(0)
-        solution = deq(x)
-        penalty = eq.jacobian_penalty(solution)
-        grads = torch.autograd.grad(loss_of(solution.value) + penalty, [*deq.parameters(), x])
-        torch.manual_seed(0)
-        results.append((penalty, grads, eq.spectral_radius(solution)))
-        audit = eq.audit_gradient(deq, x, lambda solution: loss_of(solution.value))
-        assert audit.cosine > 1 - 1e-9
-    assert_close(results[1], results[0], 1e-8)
-    assert deq.capture.replayed == 1
-    assert not deq.capture.fallbacks
-
-
-@pytest.mark.filterwarnings("ignore:engine=.captured.* hooks on saved tensors:equipoise.EquilibriumWarning")
-def test_memory_report():
-    deq, x = deq_of(Tanh(), eq.Anderson()), inputs_of()
-    report = eq.memory_report(deq, x, lambda solution: loss_of(solution.value))
-    deq.engine = "eager"
-    expected = eq.memory_report(deq, x, lambda solution: loss_of(solution.value))
-    assert report.graph == expected.graph > 0

@@ -1,23 +1,22 @@
-"""The captured engine under a tape that is close to a CUDA graph, and whole models.
+"""The captured engine under a tape that is close to a CUDA graph, and in use: copies, diagnostics, whole models.
 
 Operations on fixed tensors are noted once and repeated; reading a value on the host is an error.
 """
 
 import copy
 import itertools
+import pickle
 
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 import equipoise as eq
-from equipoise import _recording
+from equipoise import _loop, _recording
 from equipoise._compat import leaves_reached
-from equipoise._tape import own_casts
 from tests.captured import (
     FIXED,
+    Emulated,
     Scoped,
     Tanh,
     assert_close,
@@ -25,68 +24,10 @@ from tests.captured import (
     deq_of,
     inputs_of,
     loss_of,
-    tensors,
+    recordings_of,
 )
 
 # As a CUDA graph would
-
-
-class _Noting(TorchDispatchMode):
-    host_reads = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in self.host_reads:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
-        return result
-
-
-class Emulated:
-    """A tape of operations on the tensors they were first done on: no Python, no new tensors, nothing read."""
-
-    def __init__(self, device):
-        self.turns = 0
-
-    def take_turn(self):
-        self.turns += 1
-
-    def rehearse(self, run):
-        with own_casts("cpu"):
-            run()
-
-    def together(self):
-        return own_casts("cpu")
-
-    def tidy(self):
-        pass
-
-    def record(self, run):
-        noting = _Noting()
-        given = set()
-        with noting:
-            run()
-        for _, args, kwargs, result in noting.calls:
-            given |= {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))} - given
-            for tensor in tensors(result):
-                # A graph is not run when it is recorded: what it makes is arbitrary until then.
-                if tensor.untyped_storage().data_ptr() not in given and tensor.dtype != torch.bool:
-                    tensor.data.fill_(torch.nan if tensor.is_floating_point() else 2**30)
-
-        def replay():
-            for func, args, kwargs, result in noting.calls:
-                bare = tree_map(lambda x: x.data if isinstance(x, torch.Tensor) else x, (args, kwargs))
-                with torch.no_grad():
-                    again = func(*bare[0], **bare[1])
-                    for old, new in zip(tensors(result), tensors(again), strict=True):
-                        if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
-                            old.data.copy_(new)
-
-        return replay
 
 
 @pytest.fixture
@@ -97,7 +38,7 @@ def emulated(monkeypatch):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_replayed_operations_train_as_the_eager_engine_does(emulated, monkeypatch, autocast):
     """Weight norm, dropout, new inputs and parameters updated in place; pieces of 4, 4 and 2 steps."""
-    monkeypatch.setattr(_recording, "LONGEST", 4)
+    monkeypatch.setattr(_loop, "LONGEST", 4)
     stop = eq.Stop(rtol=0, max_steps=10)
     torch.manual_seed(0)
     deq = deq_of(Scoped().float(), stop=stop, adjoint=eq.Implicit(solver=eq.Picard(0.9), stop=stop))
@@ -159,7 +100,7 @@ def test_gradient_accumulators_of_others_are_left_alone(emulated):
     loss_of(deq(x).value).backward()
     assert len(seen) == 1
     assert torch.equal(seen[0], deq.cell.weight.grad)
-    adjoint = next(iter(deq.capture._shapes.values()))[0].adjoint
+    adjoint = recordings_of(deq)[0].adjoint
     ends = list(leaves_reached(adjoint.image, []))
     assert not any(end is p for end in ends for p in deq.parameters())
     assert {end.data_ptr() for end in ends} >= {p.data_ptr() for p in deq.parameters()}
@@ -174,6 +115,46 @@ def test_a_cell_that_reads_values_keeps_its_error_on_the_cpu(emulated):
     deq = deq_of(Reading(), stop=FIXED)
     with pytest.raises(RuntimeError, match="not permitted when stream is capturing"), torch.no_grad():
         deq(inputs_of())
+
+
+# Copies, penalties, diagnostics
+
+
+def test_copies_begin_without_recordings():
+    deq, x = deq_of(Scoped().double().eval()).eval(), inputs_of()
+    expected = deq(x).value
+    assert set(deq.state_dict()) == set(eq.DEQ(Scoped()).state_dict())
+    for twin in (copy.deepcopy(deq), pickle.loads(pickle.dumps(deq))):
+        assert twin.engine == "captured"
+        assert twin._capture is None
+        assert_close(twin(x).value, expected, 1e-12)
+        assert twin.capture.recorded == 1
+
+
+def test_penalties_and_diagnostics_of_captured_solutions():
+    cell, x, results = Scoped().double(), inputs_of().requires_grad_(), []
+    for engine in ("eager", "captured"):
+        deq = deq_of(copy.deepcopy(cell), eq.Anderson(), engine=engine)
+        torch.manual_seed(0)
+        solution = deq(x)
+        penalty = eq.jacobian_penalty(solution)
+        grads = torch.autograd.grad(loss_of(solution.value) + penalty, [*deq.parameters(), x])
+        torch.manual_seed(0)
+        results.append((penalty, grads, eq.spectral_radius(solution)))
+        audit = eq.audit_gradient(deq, x, lambda solution: loss_of(solution.value))
+        assert audit.cosine > 1 - 1e-9
+    assert_close(results[1], results[0], 1e-8)
+    assert deq.capture.replayed == 1
+    assert not deq.capture.fallbacks
+
+
+@pytest.mark.filterwarnings("ignore:engine=.captured.* hooks on saved tensors:equipoise.EquilibriumWarning")
+def test_memory_report():
+    deq, x = deq_of(Tanh(), eq.Anderson()), inputs_of()
+    report = eq.memory_report(deq, x, lambda solution: loss_of(solution.value))
+    deq.engine = "eager"
+    expected = eq.memory_report(deq, x, lambda solution: loss_of(solution.value))
+    assert report.graph == expected.graph > 0
 
 
 # Models

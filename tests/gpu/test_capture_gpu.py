@@ -11,6 +11,9 @@ import torch
 from torch import nn
 
 import equipoise as eq
+from equipoise import _loop
+from equipoise._tape import Graphs
+from tests.captured import recordings_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,7 +64,8 @@ def twins(cell, **options):
 
 
 def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12))
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
 def train(model, x, autocast=False, steps=3, rate=0.05):
@@ -215,6 +219,148 @@ def test_a_replayed_fixed_budget_never_waits_for_the_device(solver):
         solution.value.square().sum().backward()
     assert deq.capture.replayed == 3
     assert solution.stats.steps.tolist() == [10] * 9
+
+
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+COPIES = ("cudaMemcpyAsync", "cudaMemsetAsync")
+
+
+def called(work):
+    """How often the functions of the CUDA runtime and driver were called, by name."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profile:
+        work()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("cu")}
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=str)
+def test_launches_outside_of_graphs(solver):
+    """Inference: the start, copies of inputs and of results. Training: gradients of parameters in a few launches."""
+    deq, x = deq_of(Plain(), solver=solver, stop=FIXED), inputs_of()
+
+    def infer():
+        with torch.no_grad():
+            deq(x)
+
+    def train():
+        torch.autograd.grad(deq(x).value.sum(), list(deq.parameters()))
+
+    for work, graphs, most in ((infer, 1, 15), (train, 4, 30)):
+        for _ in range(3):
+            work()
+        names = called(work)
+        assert names["cudaGraphLaunch"] == graphs, names
+        assert sum(names.get(name, 0) for name in (*LAUNCHES, *COPIES)) <= most, names
+        assert not {"cudaStreamSynchronize", "cudaEventSynchronize"} & set(names), names
+
+
+class Plain(nn.Module):
+    """Nothing is held constant, so nothing is computed before a replay."""
+
+    def __init__(self, n=48):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(n, n), nn.Tanh(), nn.Linear(n, n), nn.Tanh(), nn.Linear(n, n))
+
+    def forward(self, z, x):
+        return torch.tanh(0.4 * self.layers(z) + x)
+
+
+class Slow(nn.Module):
+    """Systems whose convergence is as slow as their `a` is near 1; the same f in any batch."""
+
+    def __init__(self, n=48):
+        super().__init__()
+        self.mix = eq.nn.weight_norm(nn.Linear(n, n))
+        self.drop = eq.nn.VariationalDropout(0.2)
+        with torch.no_grad():
+            self.mix.weight_g.mul_(0.2)
+
+    def forward(self, z, x, a):
+        return torch.tanh(a * z + 0.1 * self.drop(self.mix(z)) + x)
+
+
+def skewed(batch=64, hard=1):
+    x, a = 0.1 * inputs_of(batch=batch), torch.full((batch, 1), 0.1)
+    a[torch.randperm(batch, generator=torch.Generator().manual_seed(0))[:hard]] = 0.85
+    return x, a.cuda()
+
+
+def test_a_tolerance_is_asked_about_when_there_may_be_something_to_hear(monkeypatch):
+    asked = []
+    read = Graphs.read
+    monkeypatch.setattr(Graphs, "read", lambda self, *args: asked.append(1) or read(self, *args))
+    eager, captured = twins(Slow().eval(), solver=eq.Picard())
+    x, a = inputs_of(batch=4), torch.full((4, 1), 0.6, device="cuda")
+    with torch.no_grad():
+        solutions = [captured(x, a) for _ in range(4)]
+        truth = eager(x, a)
+    assert len(asked) >= 3 + 3  # after each chunk of the first solve, once in the others
+    for solution in solutions:
+        assert relative(solution.value, truth.value) <= 1e-4
+        assert torch.equal(solution.stats.status, truth.stats.status)
+        assert (solution.stats.steps - truth.stats.steps).abs().max() <= 1
+    first = len(asked)
+    with torch.no_grad():
+        captured(x, a)
+    assert len(asked) == first + 1
+
+
+@pytest.mark.parametrize(
+    ("solver", "autocast"),
+    [(eq.Picard(), False), (eq.Anderson(), False), (eq.Broyden(), False), (eq.Picard(), True)],
+    ids=["picard", "anderson", "broyden", "bfloat16"],
+)
+def test_the_last_systems_are_solved_alone(solver, autocast):
+    """63 easy systems and a hard one, in inference: the eager engine's results to the tolerance of the solves."""
+    stop = eq.Stop(rtol=2e-2 if autocast else 1e-5, max_steps=100)
+    eager, captured = twins(Slow().eval(), solver=solver, stop=stop)
+    for seed in range(5):
+        x, a = skewed()
+        order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)).cuda()
+        with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
+            ours, theirs = captured(x[order], a[order]), eager(x[order], a[order])
+        assert relative(ours.value, theirs.value) <= (0.2 if autocast else 1e-3)
+        assert bool(ours.stats.ok.all())
+        if not autocast:
+            assert torch.equal(ours.stats.status, theirs.stats.status)
+            assert (ours.stats.steps - theirs.stats.steps).abs().max() <= 2
+        assert ours.stats.nfe <= theirs.stats.nfe + 4 * _loop.CHUNK + 1
+    assert 1 in recordings_of(captured)[0].forward.levels
+    assert captured.capture.recorded == 1
+    assert captured.capture.replayed == 5
+
+
+def test_training_with_smaller_batches_and_masks():
+    """Forward solves of a skewed batch; masks of dropout are those of the eager engine, system by system."""
+    eager, captured = twins(Slow().train(), stop=eq.Stop(rtol=1e-5, max_steps=100))
+    x, a = skewed(32, 2)
+    for seed in range(4):
+        grads = []
+        for model in (eager, captured):
+            torch.manual_seed(seed)
+            value = model(x, a).value
+            loss = (value.sin() * torch.linspace(-1, 1, 48, device="cuda")).sum()
+            grads.append([value, *torch.autograd.grad(loss, list(model.parameters()))])
+        for ours, theirs in zip(grads[1], grads[0], strict=True):
+            assert relative(ours, theirs) <= 2e-3
+    assert not captured.capture.fallbacks
+    assert recordings_of(captured)[0].forward.levels
+
+
+def test_a_cell_made_for_one_size_of_batch():
+    class Fixed(Slow):
+        def forward(self, z, x, a):
+            return super().forward(z, x, a).view(64, 48)
+
+    eager, captured = twins(Fixed().eval(), stop=eq.Stop(rtol=1e-5, max_steps=100))
+    eager.in_dims = None  # that engine does not take the batch apart then
+    x, a = skewed()
+    with torch.no_grad():
+        for _ in range(4):
+            assert relative(captured(x, a).value, eager(x, a).value) <= 1e-3
+    assert captured.capture.replayed == 4
+    works()
 
 
 def test_auto_records_what_comes_again():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from equipoise import DEQ
-from equipoise.nn.attention import RelativeAttention, initialised, relative_shift, sinusoids
+from equipoise.nn.attention import RelativeAttention, initialised, sinusoids
+from equipoise.ops.attention.naive import relative_shift
 from tests.gradients import normal, relative_error
 
 D, HEADS = 8, 2

@@ -111,7 +111,9 @@ def test_causal_conv_is_a_normalised_convolution(kernel, dilation):
         conv.weight_v.copy_(direction)
         conv.weight_g.copy_(mine.weight_g[..., None])
         conv.bias.copy_(mine.bias)
-    assert relative_error(mine(x), conv(x.mT).mT) <= 1e-14
+    before, inside = x.split([mine.reach, 5], dim=1)
+    for mask in (None, normal(2, 1, 4, seed=1)):
+        assert relative_error(mine(inside, before, mask), conv((x if mask is None else x * mask).mT).mT) <= 1e-14
 
 
 @pytest.mark.parametrize("normalised", [True, False])
@@ -486,6 +488,15 @@ def test_half_precision(form, how):
     assert output.losses.dtype == torch.float32
     assert relative_error(output.losses, want.losses) <= 0.03
     assert float(model.cell.recurrent.weight_v.grad.norm()) > 0
+
+
+def test_under_autocast_a_solve_rounds_its_weight_once():
+    model = model_of(Plan(Picard(), Implicit(), Stop(rtol=0, max_steps=3)), dropconnect=0.4).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(text())
+    with output.solution.problem.active():
+        assert model.cell.recurrent.weight.dtype == torch.bfloat16
+    assert {tensor.dtype for tensor in (*output.memory.values(), output.solution.value)} == {torch.float32}
 
 
 # torch silences this warning about tensors it looks at while compiling; pytest turns it into an error before that.

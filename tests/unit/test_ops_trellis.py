@@ -17,8 +17,8 @@ SIZES = [(2, 7, 5, 1), (1, 9, 3, 2), (1, 2, 3, 4), (1, 1, 1, 1)]
 def _small_blocks(monkeypatch):
     from equipoise.ops.trellis import triton as kernels
 
-    monkeypatch.setattr(kernels, "TIME", 4)
-    monkeypatch.setattr(kernels, "WIDTH", 4)
+    for name in ("TIME", "WIDTH", "VJP_TIME", "VJP_WIDTH"):
+        monkeypatch.setattr(kernels, name, 4)
 
 
 def loop(pre, start):
@@ -97,6 +97,71 @@ def test_half_precision_rounds_on_writing_only(backend, half):
         assert_close(ours, theirs, 4 * eps)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_added_belongs_to_the_pre_activations(backend, size):
+    pre, start = arguments(*size)
+    plus = torch.randn_like(pre).requires_grad_()
+    exact = in_double(pre, start, plus)
+    expected = loop(exact[0] + exact[2], exact[1])
+    outputs = trellis_cell(pre, start, plus, backend=backend)
+    cotangents = [torch.randn_like(output) for output in outputs]
+    for ours, theirs in zip(outputs, expected, strict=True):
+        assert_close(ours, theirs, 1e-6)
+    found = torch.autograd.grad(outputs, (pre, start, plus), cotangents)
+    wide = [tensor.double().cpu() for tensor in cotangents]
+    for ours, theirs in zip(found, torch.autograd.grad(expected, exact, wide), strict=True):
+        assert_close(ours, theirs, 2e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_state_in_higher_precision_than_the_pre_activations(backend):
+    """h is not rounded; the VJP takes a cotangent in the dtype of h and starts from a rounded sum and a rounded c."""
+    half, eps = torch.bfloat16, torch.finfo(torch.bfloat16).eps
+    pre, start = arguments(1, 6, 5, 1, half)
+    plus = torch.randn_like(pre).requires_grad_()
+    exact = in_double(pre, start, plus)
+    expected = loop(exact[0] + exact[2], exact[1])
+    h, c = trellis_cell(pre, start, plus, dtype=torch.float32, backend=backend)
+    assert (h.dtype, c.dtype) == (torch.float32, half)
+    assert_close(h, expected[0], 1e-6)
+    assert_close(c, expected[1], 2 * eps)
+    cotangent = torch.randn_like(h)
+    found = torch.autograd.grad(h, (pre, start, plus), cotangent)
+    for ours, theirs in zip(found, torch.autograd.grad(expected[0], exact, cotangent.double().cpu()), strict=True):
+        assert ours.dtype == half
+        assert_close(ours, theirs, 6 * eps)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("added", [True, False])
+def test_without_gradients_and_without_c(backend, added):
+    pre, start = arguments(1, 6, 5, 2)
+    plus = torch.randn_like(pre) if added else None
+    h, c = trellis_cell(pre, start, plus, backend=backend)
+    with torch.no_grad():
+        assert all(map(torch.equal, trellis_cell(pre, start, plus, backend=backend), (h, c)))
+        alone, nothing = trellis_cell(pre, start, plus, need_c=False, backend=backend)
+    assert torch.equal(alone, h)
+    assert nothing is None
+    with_graph, nothing = trellis_cell(pre, start, plus, need_c=False, backend=backend)
+    assert nothing is None
+    cotangent = torch.randn_like(h)
+    found, expected = (torch.autograd.grad(x, (pre, start), cotangent) for x in (with_graph, h))
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_nan_is_passed_on(part):
+    """A solver must see it."""
+    pre, start = arguments(1, 5, 3, 1)
+    with torch.no_grad():
+        pre[0, 2, 3 * part] = torch.nan
+    h, _ = trellis_cell(pre, start, backend="triton")
+    assert torch.equal(h.isnan(), trellis_cell(pre, start, backend="naive")[0].isnan())
+    assert bool(h.isnan().any())
+
+
 def test_large_gates_saturate_without_overflow():
     pre, start = arguments(1, 5, 3, 1)
     huge = (1e3 * pre.detach()).requires_grad_()
@@ -109,15 +174,16 @@ def test_large_gates_saturate_without_overflow():
 
 def test_second_derivatives_of_the_kernel_go_through_the_twin():
     pre, start = arguments(1, 5, 2, 1)
-    exact = in_double(pre, start)
+    plus = torch.randn_like(pre).requires_grad_()
+    exact = in_double(pre, start, plus)
 
-    def second(cell, pre, start):
-        h, c = cell(pre, start)
-        first = torch.autograd.grad(h.square().sum() + c.sum(), (pre, start), create_graph=True)
-        return torch.autograd.grad(first[0].square().sum() + first[1].sum(), (pre, start))
+    def second(cell, *tensors):
+        h, c = cell(*tensors)
+        first = torch.autograd.grad(h.square().sum() + c.sum(), tensors, create_graph=True)
+        return torch.autograd.grad(first[0].square().sum() + first[1].sum() + first[2].pow(3).sum(), tensors)
 
-    found = second(lambda *args: trellis_cell(*args, backend="triton"), pre, start)
-    for ours, theirs in zip(found, second(loop, *exact), strict=True):
+    found = second(lambda *args: trellis_cell(*args, backend="triton"), pre, start, plus)
+    for ours, theirs in zip(found, second(lambda a, b, c: loop(a + c, b), *exact), strict=True):
         assert_close(ours, theirs, 1e-5)
 
 
@@ -156,9 +222,11 @@ def test_the_cell_of_the_model_is_this_one():
     h0 = torch.randn(2, cell.recurrent.reach, 5, device=DEVICE)
     c0 = torch.randn(2, config.dilation, 5, device=DEVICE)
     expected = cell.step(h, u, h0, c0)
-    pre = cell.recurrent(cell.drop(torch.cat([h0, h], dim=1)), plus=u)
+    padded = torch.cat([h0, h], dim=1)
+    pre = u + torch.cat([padded[:, :-1], padded[:, 1:]], dim=2) @ cell.recurrent.weight_v.mT
     for ours, theirs in zip(trellis_cell(pre, c0, backend="triton"), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.equal(cell(h, u, h0, c0), expected[0])
 
 
 def test_errors_say_what_was_expected():
@@ -166,3 +234,5 @@ def test_errors_say_what_was_expected():
         trellis_cell(torch.zeros(2, 3, 8), torch.zeros(2, 1, 3))
     with pytest.raises(ValueError, match="at least one step"):
         trellis_cell(torch.zeros(2, 3, 8), torch.zeros(2, 0, 2))
+    with pytest.raises(ValueError, match=r"plus must have the shape of pre, \(2, 3, 8\); got \(2, 3, 2\)"):
+        trellis_cell(torch.zeros(2, 3, 8), torch.zeros(2, 1, 2), torch.zeros(2, 3, 2))

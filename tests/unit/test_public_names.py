@@ -16,6 +16,7 @@ PUBLIC = [
     "Broyden",
     "EquilibriumError",
     "EquilibriumWarning",
+    "HyperAnderson",
     "Implicit",
     "Ladder",
     "Neumann",

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The kernels of `trellis_cell`: one program walks over time for one sequence and a block of features.
 
-A block of time steps is loaded whole before anything is computed, and its recurrence is an associative scan inside the
-program; only the last value of c goes from block to block. With dilation s a sequence is s interleaved chains, each of
+A block of time steps is loaded while the one before it is computed, and its recurrence is an associative scan inside
+the program; only the last value goes from block to block. With dilation s a sequence is s interleaved chains, each of
 them a program's own.
 """
 
@@ -13,19 +13,49 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.ops import _kernels
 from equipoise.ops.trellis import naive
 
-# Time steps and features per block, and warps per program: many small programs keep the memory busy, since a program
-# waits for its own loads at every block.
-TIME = 16
-WIDTH = 64
-WARPS = 4
+# Time steps and features per block, and warps per program, of the cell and of its VJP. With one warp nothing waits at
+# a barrier; many small programs keep the memory busy.
+TIME, WIDTH, WARPS = 8, 32, 1
+VJP_TIME, VJP_WIDTH, VJP_WARPS = 8, 32, 1
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+# σ and tanh have their limits beyond this in float32; larger exponentials would overflow in products.
+SATURATED = tl.constexpr(-30.0)
+
+
+# Gates. Next to memory they are bounded by special functions, so reciprocals are shared: 1/a and 1/b come from 1/(ab).
+
+
+@triton.jit
+def _one_plus_exp(x):
+    """1 + exp(−x), bounded; 1/σ(x). NaN stays NaN."""
+    return 1.0 + tl.exp2(tl.maximum(x, SATURATED, propagate_nan=tl.PropagateNan.ALL) * -LOG2_E)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1/x of a positive number, in two instructions instead of a division's eight."""
+    root = tl.rsqrt(x)
+    return root * root
+
+
+@triton.jit
+def _sigmoid(x):
+    return _reciprocal(1.0 + tl.exp2(x * -LOG2_E))
 
 
 @triton.jit
 def _tanh(x):
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _gated(x, y):
+    """σ(x) tanh(y)."""
+    a, b = 1.0 + tl.exp2(x * -LOG2_E), _one_plus_exp(2.0 * y)  # a may be infinite, and the result is zero
+    return (2.0 - b) * _reciprocal(a * b)
 
 
 @triton.jit
@@ -35,41 +65,83 @@ def _compose(decay_a, drive_a, decay_b, drive_b):
 
 
 @triton.jit
+def _load_parts(place, inside, FEATURES: tl.constexpr):
+    """The four parts of pre-activations, as they are stored."""
+    i = tl.load(place, mask=inside, other=0.0)
+    o = tl.load(place + FEATURES, mask=inside, other=0.0)
+    g = tl.load(place + 2 * FEATURES, mask=inside, other=0.0)
+    phi = tl.load(place + 3 * FEATURES, mask=inside, other=0.0)
+    return i, o, g, phi
+
+
+@triton.jit
+def _store_parts(place, i, o, g, phi, inside, FEATURES: tl.constexpr):
+    tl.store(place, i, mask=inside)
+    tl.store(place + FEATURES, o, mask=inside)
+    tl.store(place + 2 * FEATURES, g, mask=inside)
+    tl.store(place + 3 * FEATURES, phi, mask=inside)
+
+
+@triton.jit
 def _forward(
     pre_ptr,
+    plus_ptr,
     start_ptr,
     h_ptr,
     c_ptr,
+    sum_ptr,
     length,
-    stride,
+    STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
     TIME: tl.constexpr,
     WIDTH: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_PLUS: tl.constexpr,
+    WRITES_C: tl.constexpr,
+    WRITES_SUM: tl.constexpr,
 ):
-    chain = tl.program_id(0)
-    batch, offset = (chain // stride).to(tl.int64), chain % stride
-    feature = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    chain = tl.program_id(0) // BLOCKS
+    feature = (tl.program_id(0) % BLOCKS) * WIDTH + tl.arange(0, WIDTH)
     valid = feature < FEATURES
-    pre_ptr += batch * length * (4 * FEATURES)
-    h_ptr += batch * length * FEATURES
-    c_ptr += batch * length * FEATURES
-    carry = tl.load(start_ptr + (batch * stride + offset) * FEATURES + feature, mask=valid, other=0.0).to(tl.float32)
-    steps = tl.cdiv(length - offset, stride)
+    offset = chain % STRIDE
+    origin = (chain // STRIDE).to(tl.int64) * length + offset
+    pre_ptr += origin * (4 * FEATURES)
+    plus_ptr += origin * (4 * FEATURES)
+    sum_ptr += origin * (4 * FEATURES)
+    h_ptr += origin * FEATURES
+    c_ptr += origin * FEATURES
+    carry = tl.load(start_ptr + chain.to(tl.int64) * FEATURES + feature, mask=valid, other=0.0).to(tl.float32)
+    steps = tl.cdiv(length - offset, STRIDE)
     step = tl.arange(0, TIME)
+    inside = (step < steps)[:, None] & valid[None, :]
+    place = step[:, None] * (4 * STRIDE * FEATURES) + feature[None, :]
+    at = step[:, None] * (STRIDE * FEATURES) + feature[None, :]
+    i, o, g, phi = _load_parts(pre_ptr + place, inside, FEATURES)
+    if HAS_PLUS:
+        i_plus, o_plus, g_plus, phi_plus = _load_parts(plus_ptr + place, inside, FEATURES)
     for first in range(0, steps, TIME):
-        t = offset + (first + step) * stride
-        inside = (first + step < steps)[:, None] & valid[None, :]
-        place = pre_ptr + t[:, None] * (4 * FEATURES) + feature[None, :]
-        i = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        o = tl.load(place + FEATURES, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(place + 2 * FEATURES, mask=inside, other=0.0).to(tl.float32)
-        phi = tl.load(place + 3 * FEATURES, mask=inside, other=0.0).to(tl.float32)
-        decay, drive = tl.associative_scan((tl.sigmoid(phi), tl.sigmoid(i) * _tanh(g)), 0, _compose)
+        inside_next = (first + TIME + step < steps)[:, None] & valid[None, :]
+        place_next = place + 4 * TIME * STRIDE * FEATURES
+        i_next, o_next, g_next, phi_next = _load_parts(pre_ptr + place_next, inside_next, FEATURES)
+        x_i, x_o, x_g, x_phi = i.to(tl.float32), o.to(tl.float32), g.to(tl.float32), phi.to(tl.float32)
+        if HAS_PLUS:
+            x_i += i_plus.to(tl.float32)
+            x_o += o_plus.to(tl.float32)
+            x_g += g_plus.to(tl.float32)
+            x_phi += phi_plus.to(tl.float32)
+            i_plus, o_plus, g_plus, phi_plus = _load_parts(plus_ptr + place_next, inside_next, FEATURES)
+        if WRITES_SUM:
+            _store_parts(sum_ptr + place, x_i, x_o, x_g, x_phi, inside, FEATURES)
+
+        decay, drive = tl.associative_scan((_sigmoid(x_phi), _gated(x_i, x_g)), 0, _compose)
         c = decay * carry[None, :] + drive
-        place = t[:, None] * FEATURES + feature[None, :]
-        tl.store(c_ptr + place, c, mask=inside)
-        tl.store(h_ptr + place, tl.sigmoid(o) * _tanh(c), mask=inside)
+        if WRITES_C:
+            tl.store(c_ptr + at, c, mask=inside)
+        tl.store(h_ptr + at, _gated(x_o, c), mask=inside)
         carry = tl.sum(tl.where((step == TIME - 1)[:, None], c, 0.0), axis=0)
+        i, o, g, phi = i_next, o_next, g_next, phi_next
+        inside, place = inside_next, place_next
+        at += TIME * STRIDE * FEATURES
 
 
 @triton.jit
@@ -82,99 +154,136 @@ def _backward(
     dpre_ptr,
     dstart_ptr,
     length,
-    stride,
+    STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
     TIME: tl.constexpr,
     WIDTH: tl.constexpr,
-    HAS_DH: tl.constexpr,
+    BLOCKS: tl.constexpr,
     HAS_DC: tl.constexpr,
 ):
-    """γ_t = ∂/∂c_t by the recurrence backwards, γ_t = e_t + φ_{t+s} γ_{t+s}; the rest is elementwise."""
-    chain = tl.program_id(0)
-    batch, offset = (chain // stride).to(tl.int64), chain % stride
-    feature = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    """With γ_t = ∂/∂c_t and β_t = φ_t γ_t: β_t = φ_t (e_t + β_{t+s}), scanned backwards; γ_t = β_t / φ_t.
+
+    Every term of β_t has the factor φ_t, so the division loses nothing, and 1/φ = 1 + exp(−x) is at hand.
+    """
+    chain = tl.program_id(0) // BLOCKS
+    feature = (tl.program_id(0) % BLOCKS) * WIDTH + tl.arange(0, WIDTH)
     valid = feature < FEATURES
-    pre_ptr += batch * length * (4 * FEATURES)
-    dpre_ptr += batch * length * (4 * FEATURES)
-    c_ptr += batch * length * FEATURES
-    dh_ptr += batch * length * FEATURES
-    dc_ptr += batch * length * FEATURES
-    edge = (batch * stride + offset) * FEATURES + feature
-    before_first = tl.load(start_ptr + edge, mask=valid, other=0.0).to(tl.float32)
-    steps = tl.cdiv(length - offset, stride)
+    offset = chain % STRIDE
+    origin = (chain // STRIDE).to(tl.int64) * length + offset
+    pre_ptr += origin * (4 * FEATURES)
+    dpre_ptr += origin * (4 * FEATURES)
+    c_ptr += origin * FEATURES - STRIDE * FEATURES  # c of the step before
+    dh_ptr += origin * FEATURES
+    dc_ptr += origin * FEATURES
+    edge = chain.to(tl.int64) * FEATURES + feature
+    start = tl.load(start_ptr + edge, mask=valid, other=0.0).to(tl.float32)
+    steps = tl.cdiv(length - offset, STRIDE)
     step = tl.arange(0, TIME)
+    index = (tl.cdiv(steps, TIME) - 1) * TIME + step
+    inside = ((index >= 0) & (index < steps))[:, None] & valid[None, :]
+    place = index[:, None] * (4 * STRIDE * FEATURES) + feature[None, :]
+    at = index[:, None] * (STRIDE * FEATURES) + feature[None, :]
+    i, o, g, phi = _load_parts(pre_ptr + place, inside, FEATURES)
+    c = tl.load(c_ptr + at, mask=inside & (index > 0)[:, None], other=0.0)
+    dh = tl.load(dh_ptr + at, mask=inside, other=0.0)
     carry = tl.zeros([WIDTH], dtype=tl.float32)
-    num_blocks = tl.cdiv(steps, TIME)
-    for block in range(num_blocks):
-        index = (num_blocks - 1 - block) * TIME + step
-        t = offset + index * stride
-        inside = (index < steps)[:, None] & valid[None, :]
-        place = pre_ptr + t[:, None] * (4 * FEATURES) + feature[None, :]
-        i = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        o = tl.load(place + FEATURES, mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(place + 2 * FEATURES, mask=inside, other=0.0).to(tl.float32)
-        phi = tl.load(place + 3 * FEATURES, mask=inside, other=0.0).to(tl.float32)
-        later = (index + 1 < steps)[:, None] & valid[None, :]
-        phi_next = tl.load(place + (stride * 4 + 3) * FEATURES, mask=later, other=0.0).to(tl.float32)
-        at = t[:, None] * FEATURES + feature[None, :]
-        earlier = inside & (index > 0)[:, None]
-        c_before = tl.load(c_ptr + at - stride * FEATURES, mask=earlier, other=0.0).to(tl.float32)
-        e = tl.zeros([TIME, WIDTH], dtype=tl.float32)
-        dh = tl.zeros([TIME, WIDTH], dtype=tl.float32)
+    for _ in range(0, steps, TIME):
+        inside_next = (index >= TIME)[:, None] & valid[None, :]
+        place_next = place - 4 * TIME * STRIDE * FEATURES
+        at_next = at - TIME * STRIDE * FEATURES
+        i_next, o_next, g_next, phi_next = _load_parts(pre_ptr + place_next, inside_next, FEATURES)
+        c_next = tl.load(c_ptr + at_next, mask=(index > TIME)[:, None] & valid[None, :], other=0.0)
+        dh_next = tl.load(dh_ptr + at_next, mask=inside_next, other=0.0)
+
+        a, b = _one_plus_exp(i.to(tl.float32)), _one_plus_exp(2.0 * g.to(tl.float32))
+        shared = _reciprocal(a * b)
+        gate_i, value_g = shared * b, shared * a * (2.0 - b)
+        a, b = _one_plus_exp(o.to(tl.float32)), _one_plus_exp(phi.to(tl.float32))
+        shared = _reciprocal(a * b)
+        gate_o, gate_phi = shared * b, shared * a
+        before = tl.where((index == 0)[:, None], start[None, :], c.to(tl.float32))
+        squashed = _tanh(gate_phi * before + gate_i * value_g)  # tanh(c_t), from what is loaded anyway
+        opened = dh.to(tl.float32) * gate_o
+        e = opened * (1.0 - squashed * squashed)
         if HAS_DC:
             e += tl.load(dc_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        if HAS_DH:
-            dh = tl.load(dh_ptr + at, mask=inside, other=0.0).to(tl.float32)
-
-        i, o, g, phi = tl.sigmoid(i), tl.sigmoid(o), _tanh(g), tl.sigmoid(phi)
-        c_before = tl.where((index == 0)[:, None], before_first[None, :], c_before)
-        squashed = _tanh(phi * c_before + i * g)  # tanh(c_t), from what is loaded anyway
-        e += dh * o * (1.0 - squashed * squashed)
         # Steps behind the end have e = 0, and nothing comes in from behind them.
-        decay, drive = tl.associative_scan((tl.sigmoid(phi_next), e), 0, _compose, reverse=True)
-        gamma = decay * carry[None, :] + drive
-        carry = tl.sum(tl.where((step == 0)[:, None], gamma, 0.0), axis=0)
+        decay, drive = tl.associative_scan((gate_phi, gate_phi * e), 0, _compose, reverse=True)
+        beta = decay * carry[None, :] + drive
+        carry = tl.sum(tl.where((step == 0)[:, None], beta, 0.0), axis=0)
+        driven = beta * b * gate_i
+        _store_parts(
+            dpre_ptr + place,
+            driven * value_g * (1.0 - gate_i),
+            opened * squashed * (1.0 - gate_o),
+            driven * (1.0 - value_g * value_g),
+            beta * before * (1.0 - gate_phi),
+            inside,
+            FEATURES,
+        )
+        i, o, g, phi, c, dh = i_next, o_next, g_next, phi_next, c_next, dh_next
+        inside, place, at = inside_next, place_next, at_next
+        index -= TIME
+    tl.store(dstart_ptr + edge, carry, mask=valid)
 
-        place = dpre_ptr + t[:, None] * (4 * FEATURES) + feature[None, :]
-        tl.store(place, gamma * g * i * (1.0 - i), mask=inside)
-        tl.store(place + FEATURES, dh * squashed * o * (1.0 - o), mask=inside)
-        tl.store(place + 2 * FEATURES, gamma * i * (1.0 - g * g), mask=inside)
-        tl.store(place + 3 * FEATURES, gamma * c_before * phi * (1.0 - phi), mask=inside)
-    reached = valid & _kernels.spread(offset < length, WIDTH)
-    phi_first = tl.load(pre_ptr + (offset * 4 + 3) * FEATURES + feature, mask=reached, other=0.0).to(tl.float32)
-    tl.store(dstart_ptr + edge, carry * tl.sigmoid(phi_first), mask=valid)
 
-
-def forward(pre: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """h and c; both arguments contiguous."""
+def forward(
+    pre: Tensor,
+    start: Tensor,
+    plus: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    with_c: bool = True,
+    with_sum: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """h, and if wanted c and pre + plus; arguments contiguous."""
     batch, length, features, stride = *pre.shape[:2], *start.shape[:0:-1]
-    h, c = (pre.new_empty(batch, length, features) for _ in range(2))
-    grid = (batch * stride, triton.cdiv(features, WIDTH))
-    _forward[grid](pre, start, h, c, length, stride, FEATURES=features, TIME=TIME, WIDTH=WIDTH, num_warps=WARPS)
-    return h, c
-
-
-def backward(pre: Tensor, start: Tensor, c: Tensor, dh: Tensor | None, dc: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cotangents of `pre` and `start`, given those of h and c."""
-    batch, length, features, stride = *pre.shape[:2], *start.shape[:0:-1]
-    dpre, dstart = torch.empty_like(pre), torch.empty_like(start)
-    grid = (batch * stride, triton.cdiv(features, WIDTH))
-    _backward[grid](
+    h = pre.new_empty((batch, length, features), dtype=dtype or pre.dtype)
+    c = pre.new_empty(h.shape) if with_c else None
+    total = torch.empty_like(pre) if with_sum else None
+    blocks = triton.cdiv(features, WIDTH)
+    _forward[(batch * stride * blocks,)](
         pre,
+        pre if plus is None else plus,  # what is None is neither read nor written
         start,
-        c,
-        c if dh is None else dh.contiguous(),  # one that is None is not read
-        c if dc is None else dc.contiguous(),
-        dpre,
-        dstart,
+        h,
+        h if c is None else c,
+        pre if total is None else total,
         length,
-        stride,
+        STRIDE=stride,
         FEATURES=features,
         TIME=TIME,
         WIDTH=WIDTH,
-        HAS_DH=dh is not None,
-        HAS_DC=dc is not None,
+        BLOCKS=blocks,
+        HAS_PLUS=plus is not None,
+        WRITES_C=c is not None,
+        WRITES_SUM=total is not None,
         num_warps=WARPS,
+    )
+    return h, c, total
+
+
+def backward(pre: Tensor, start: Tensor, c: Tensor, dh: Tensor | None, dc: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Cotangents of `pre`, with what was added to it, and `start`, given those of h and c."""
+    batch, length, features, stride = *pre.shape[:2], *start.shape[:0:-1]
+    dpre, dstart = torch.empty_like(pre), torch.empty_like(start)
+    blocks = triton.cdiv(features, VJP_WIDTH)
+    _backward[(batch * stride * blocks,)](
+        pre,
+        start,
+        c,
+        torch.zeros_like(c) if dh is None else dh.contiguous(),
+        c if dc is None else dc.contiguous(),  # one that is None is not read
+        dpre,
+        dstart,
+        length,
+        STRIDE=stride,
+        FEATURES=features,
+        TIME=VJP_TIME,
+        WIDTH=VJP_WIDTH,
+        BLOCKS=blocks,
+        HAS_DC=dc is not None,
+        num_warps=VJP_WARPS,
     )
     return dpre, dstart
 
@@ -183,30 +292,38 @@ class Cell(torch.autograd.Function):
     """`trellis_cell` by kernels; where derivatives of derivatives are taken the plain twin stands in."""
 
     @staticmethod
-    def forward(pre: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-        return forward(pre.contiguous(), start.contiguous())
+    def forward(pre: Tensor, start: Tensor, plus: Tensor | None, dtype: torch.dtype) -> Any:
+        if plus is None:
+            return forward(pre.contiguous(), start.contiguous(), None, dtype)
+        return forward(pre.contiguous(), start.contiguous(), plus.contiguous(), dtype, with_sum=True)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs, output[1])
+        pre, start, plus, ctx.dtype = inputs
+        _, c, total = output
+        ctx.save_for_backward(pre, start, plus, c, total)
         ctx.set_materialize_grads(False)
+        if total is not None:
+            ctx.mark_non_differentiable(total)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        pre, start, c = ctx.saved_tensors
+        pre, start, plus, c, total = ctx.saved_tensors
+        dh, dc = grads[:2]
+        if dh is None and dc is None:
+            return None, None, None, None
         if torch.is_grad_enabled():
-            return _differentiable_backward(pre, start, grads, ctx.needs_input_grad)
-        if grads[0] is None and grads[1] is None:
-            return None, None
-        return backward(pre.contiguous(), start.contiguous(), c, *grads)
+            return *_differentiable_backward((pre, start, plus), ctx.dtype, (dh, dc), ctx.needs_input_grad), None
+        dpre, dstart = backward(pre.contiguous() if total is None else total, start.contiguous(), c, dh, dc)
+        return dpre, dstart, None if plus is None else dpre.to(plus.dtype), None
 
 
-def _differentiable_backward(pre: Tensor, start: Tensor, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
+def _differentiable_backward(inputs: Any, dtype: torch.dtype, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
     """The cotangents through the plain twin, as functions of all they depend on."""
-    sources = [tensor for tensor, need in zip((pre, start), needed, strict=True) if need]
-    outputs = [(out, grad) for out, grad in zip(naive.cell(pre, start), grads, strict=True) if grad is not None]
-    if not outputs:
-        return None, None
+    sources = [tensor for tensor, need in zip(inputs, needed, strict=False) if need]
+    pre, start, plus = inputs
+    both = naive.cell(pre, start, plus, dtype)
+    outputs = [(output, grad) for output, grad in zip(both, grads, strict=True) if grad is not None]
     values, cotangents = zip(*outputs, strict=True)
     found = iter(torch.autograd.grad(values, sources, cotangents, create_graph=True, allow_unused=True))
-    return tuple(next(found) if need else None for need in needed)
+    return tuple(next(found) if need else None for need in needed[:3])

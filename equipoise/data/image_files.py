@@ -1,0 +1,149 @@
+"""Reading what images are kept in: picture files, packed arrays, archives. Pillow and numpy are imported where used."""
+
+import io
+import os
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise.data.files import (
+    DamagedDataError,
+    MissingDataError,
+    Source,
+    TextFile,
+    checksum,
+    data_root,
+    find_text,
+    read_bytes,
+)
+
+Picture = bytes | Path
+PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
+
+
+def pillow() -> Any:
+    """Pillow's `Image`, or an error that says what to install."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("image files need Pillow: pip install pillow") from error
+    return Image
+
+
+@contextmanager
+def readable(what: object) -> Iterator[None]:
+    """Say which file it was when reading fails."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, IndexError) as error:
+        if isinstance(error, DamagedDataError | MissingDataError):
+            raise
+        raise DamagedDataError(
+            f"{what} cannot be read ({type(error).__name__}: {error}); if it is cut off or damaged, fetch it again."
+        ) from error
+
+
+def find_first(
+    files: Sequence[TextFile], data_dir: str | os.PathLike[str] | None, folders: Iterable[str], how_to_get: str
+) -> tuple[int, Source]:
+    """The first of several files that is there, and its number: sets come in several layouts."""
+    folders, root = tuple(folders), data_root(data_dir)
+    missing: MissingDataError | None = None
+    for number, file in enumerate(files):
+        for place in () if root is None else (*(root / folder for folder in folders), root):
+            if (place / file.name).is_file():  # an archive is meant as a whole
+                return number, Source(place / file.name)
+        try:
+            return number, find_text(file, data_dir=data_dir, folders=folders, how_to_get=how_to_get)
+        except MissingDataError as error:
+            missing = missing or error
+    assert missing is not None
+    raise missing
+
+
+def read_known(source: Source, file: TextFile, verify: bool) -> bytes:
+    """The bytes of a file as it lies there, unpacked only from .gz; the checksum is that of the packed file.
+
+    Args:
+        source: Where it is.
+        file: What is known about it.
+        verify: Whether it must be the known version.
+    """
+    data = read_bytes(source)
+    if verify and file.md5 and checksum(data) != file.md5:
+        raise DamagedDataError(
+            f"{source} is damaged or another version of {file.name}: its md5 is {checksum(data)} instead of "
+            f"{file.md5}. Fetch it again, or accept it with task.options.verify=false (verify=False)."
+        )
+    return data
+
+
+def to_tensor(picture: Any, mode: str = "RGB") -> Tensor:
+    """A picture of Pillow as (C, H, W) uint8, or (H, W) for the mode "L" or "P"."""
+    import numpy
+
+    array = torch.from_numpy(numpy.array(picture if picture.mode == mode else picture.convert(mode)))
+    return array.permute(2, 0, 1).contiguous() if array.dim() == 3 else array
+
+
+@contextmanager
+def opened(data: Picture) -> Iterator[Any]:
+    """A picture of Pillow, from a file or from its bytes."""
+    source, name = (data, str(data)) if isinstance(data, Path) else (io.BytesIO(data), "a picture inside an archive")
+    with readable(name), pillow().open(source) as picture:
+        yield picture
+
+
+def decode(data: Picture, mode: str = "RGB") -> Tensor:
+    """A picture as (C, H, W) uint8, or (H, W) labels for the mode "L"."""
+    with opened(data) as picture:
+        # A palette's colours are for the eye: labels are the numbers behind them.
+        return to_tensor(picture, "P" if mode == "L" and picture.mode == "P" else mode)
+
+
+def decode_square(path: Path, size: int) -> Tensor:
+    """A picture as (3, size, size): the shorter side scaled to `size`, the middle of the longer one kept."""
+    image = pillow()
+    with opened(path) as picture:
+        width, height = picture.size
+        scale = size / min(width, height)
+        wide, tall = max(size, round(width * scale)), max(size, round(height * scale))
+        whole = picture.convert("RGB").resize((wide, tall), image.Resampling.BILINEAR)
+        left, top = (wide - size) // 2, (tall - size) // 2
+        return to_tensor(whole.crop((left, top, left + size, top + size)))
+
+
+def tiles(sheet: Tensor, size: int) -> Tensor:
+    """The tiles (N, C, size, size) of a sheet (C, H, W), row by row."""
+    channels, height, width = sheet.shape
+    if height % size or width % size:
+        raise DamagedDataError(f"a sheet of {height} × {width} pixels cannot be cut into tiles of {size}.")
+    cut = sheet.view(channels, height // size, size, width // size, size)
+    return cut.permute(1, 3, 0, 2, 4).reshape(-1, channels, size, size)
+
+
+def arrays(data: bytes, what: object) -> dict[str, Any]:
+    """The arrays of an .npz file."""
+    import numpy
+
+    with readable(what), numpy.load(io.BytesIO(data), allow_pickle=False) as packed:
+        return {name: packed[name] for name in packed.files}
+
+
+def class_folders(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
+    """Names of the classes in a folder of class folders, sorted, and each picture with the number of its class."""
+    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+    found = [
+        (path, number)
+        for number, name in enumerate(names)
+        for path in sorted((root / name).rglob("*"))
+        if path.suffix.lower() in PICTURES
+    ]
+    if not found:
+        raise MissingDataError(f"{root} has no class folders with pictures in them (CLASS/*.jpg).")
+    return names, found

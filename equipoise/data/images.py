@@ -1,0 +1,354 @@
+"""Images with classes or masks: sets by name, held as bytes, and batches that are functions of their number."""
+
+import dataclasses
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equipoise._draws import Rows
+from equipoise._errors import require_count, unknown_name
+from equipoise._registry import Registry
+from equipoise._tree import register_record
+from equipoise.data._draws import keyed_order
+from equipoise.data.augment import Augment, normalise, row_draws
+from equipoise.data.files import MissingDataError, data_root
+from equipoise.data.registry import register_data
+
+IGNORE = 255
+"""Label of pixels that count neither in losses nor in metrics."""
+
+IN_MEMORY = 4 * 2**30  # bytes of decoded images up to which a set of files is read at once
+_DEVICE_SHARE = 0.25  # of a device's free memory that a split may take
+_THREADS = 16
+_AHEAD = 8  # batches that may be decoded ahead of time: a process may have several shares
+
+
+class Stored:
+    """Images and targets in memory, copied to a device once if they fit.
+
+    Args:
+        images: (N, C, H, W) uint8.
+        targets: (N,) int64 classes or (N, H, W) uint8 masks.
+    """
+
+    def __init__(self, images: Tensor, targets: Tensor) -> None:
+        if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
+            raise ValueError(
+                f"Stored: expected (N, C, H, W) uint8 images with N targets, got {tuple(images.shape)} {images.dtype} "
+                f"and {tuple(targets.shape)}."
+            )
+        self.images, self.targets = images, targets
+        self._copies: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fetch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Images and targets of some samples, on a device."""
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._copies:
+            self._copies[device] = self._copy(device)
+        held = self._copies[device]
+        if held is not None:
+            chosen = indices.to(device, non_blocking=True)
+            return held[0][chosen], held[1][chosen]
+        return tuple(_send(part[indices], device) for part in (self.images, self.targets))  # type: ignore[return-value]
+
+    def _copy(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            if self.images.nbytes + self.targets.nbytes > _DEVICE_SHARE * free:
+                return None
+        return self.images.to(device), self.targets.to(device)
+
+
+class Decoded:
+    """Images that are decoded from files when they are needed, by threads, the next batches ahead of time.
+
+    Args:
+        count: Number of samples.
+        decode: The image (C, H, W) uint8 and the target of a sample; all images must have one size.
+    """
+
+    def __init__(self, count: int, decode: Callable[[int], tuple[Tensor, Tensor]]) -> None:
+        self.count, self.decode = count, decode
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: dict[tuple[int, ...], list[Future[tuple[Tensor, Tensor]]]] = {}
+
+    def __len__(self) -> int:
+        return self.count
+
+    def announce(self, indices: Tensor) -> None:
+        """Begin to decode samples that will be asked for next."""
+        key = tuple(indices.tolist())
+        if key and key not in self._ahead:
+            while len(self._ahead) >= _AHEAD:  # what nobody came for
+                self._ahead.pop(next(iter(self._ahead)))
+            self._ahead[key] = self._submit(key)
+
+    def fetch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Images and targets of some samples, on a device."""
+        key = tuple(indices.tolist())
+        found = [future.result() for future in self._ahead.pop(key, None) or self._submit(key)]
+        images, targets = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return _send(images, torch.device(device)), _send(targets, torch.device(device))
+
+    def _submit(self, key: tuple[int, ...]) -> list[Future[tuple[Tensor, Tensor]]]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
+        return [self._pool.submit(self.decode, index) for index in key]
+
+    def stored(self) -> Stored:
+        """All samples, decoded now."""
+        return Stored(*self.fetch(torch.arange(self.count), "cpu"))
+
+
+def _send(tensor: Tensor, device: torch.device) -> Tensor:
+    # Copies from pageable memory would hold up the host.
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
+def hold(split: Decoded) -> Stored | Decoded:
+    """The split in memory if it is small enough, else as it is."""
+    if not len(split):
+        raise MissingDataError("a split without images.")
+    image, target = split.decode(0)
+    return split.stored() if len(split) * (image.nbytes + target.nbytes) <= IN_MEMORY else split
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A set of images.
+
+    Attributes:
+        name: Of the set.
+        splits: "train", and "valid" or "test" or both.
+        classes: Names of the classes, in the order of labels.
+        mean: Of each channel, on the scale 0 to 1.
+        std: Standard deviation, likewise.
+        masks: Whether targets are masks, with `IGNORE` for pixels without a class.
+        class_weights: Usual weights of the classes in the loss; empty if there are none.
+        colours: Usual colours of the classes, 0 to 255; empty if there are none.
+        info: Plain values to log with every number.
+    """
+
+    name: str
+    splits: dict[str, Stored | Decoded]
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    masks: bool = False
+    class_weights: tuple[float, ...] = ()
+    colours: tuple[tuple[int, int, int], ...] = ()
+    info: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def channels(self) -> int:
+        """Of the images."""
+        return len(self.mean)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Plain values: sizes, classes, and where the images come from."""
+        sizes = {f"{split}_images": len(part) for split, part in self.splits.items()}
+        return {"data": self.name, "classes": len(self.classes), **sizes, **self.info}
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images as a model takes them.
+
+    Attributes:
+        images: (N, C, H, W) float32, normalised.
+        targets: (N,) classes or (N, H, W) masks.
+        indices: (N,) numbers of the samples in their split.
+        epoch: Number of passes finished before this one.
+        position: Number of the next batch.
+        rows: Which rows of the whole batch these are.
+    """
+
+    images: Tensor
+    targets: Tensor
+    indices: Tensor
+    epoch: int
+    position: int
+    rows: Rows
+
+    def to(self, device: torch.device | str) -> "ImageBatch":
+        """The batch on a device."""
+        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in ("images", "targets")}
+        return dataclasses.replace(self, **moved)
+
+
+# A tree of tensors, so that a batch can be cast and moved as inputs of models are.
+register_record(ImageBatch, ("images", "targets", "indices"), ("epoch", "position", "rows"))
+
+
+@dataclass(frozen=True)
+class PendingBatch:
+    """A batch that is put together on the device it is sent to.
+
+    Attributes:
+        stream: Where it comes from.
+        indices: (N,) numbers of the samples in their split.
+        epoch: Number of passes finished before this one.
+        position: Number of the next batch.
+        rows: Which rows of the whole batch these are.
+    """
+
+    stream: "ImageStream"
+    indices: Tensor
+    epoch: int
+    position: int
+    rows: Rows
+
+    def to(self, device: torch.device | str) -> ImageBatch:
+        """The batch, augmented and normalised on a device."""
+        stream = self.stream
+        images, targets = stream.split.fetch(self.indices, device)
+        if stream.augment is not None:
+            draws = row_draws(self.rows, stream.augment.draws, stream.seed, "augment", self.position)
+            images, targets = stream.augment(images, targets, draws.to(images.device, non_blocking=True))
+        images = normalise(images, stream.data.mean, stream.data.std)
+        return ImageBatch(images, targets.long(), self.indices, self.epoch, self.position, self.rows)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageStream:
+    """Batches of a split.
+
+    Training samples come in an order drawn by (seed, epoch), and what does not fill a batch is left out of the pass;
+    others come in order, all of them.
+
+    Attributes:
+        data: The set.
+        split: Of it.
+        batch_size: Samples in a batch, of all ranks together.
+        samples: Numbers of the samples to use; None for all.
+        shuffle: Whether this is training.
+        augment: How images are changed; None for not at all.
+        seed: Key of order and augmentation.
+        rank: Which share of the rows of each batch to take.
+        world_size: Number of shares; together they are the rows of one process.
+    """
+
+    data: ImageData
+    split: Stored | Decoded
+    batch_size: int
+    samples: Tensor | None = None
+    shuffle: bool = False
+    augment: Augment | None = None
+    seed: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_count("ImageStream", "batch_size", self.batch_size)
+        require_count("ImageStream", "world_size", self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"ImageStream: rank {self.rank} does not exist among {self.world_size}; ranks begin at 0.")
+        if self.shuffle and self.batch_size > len(self):
+            raise ValueError(
+                f"batch_size={self.batch_size} exceeds the {len(self)} training images of {self.data.name!r}; lower it "
+                "to that at most."
+            )
+
+    def __len__(self) -> int:
+        return len(self.split) if self.samples is None else len(self.samples)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches in a pass: whole ones for training, all samples otherwise."""
+        return len(self) // self.batch_size if self.shuffle else -(-len(self) // self.batch_size)
+
+    def batch(self, position: int) -> PendingBatch:
+        """Batch number `position`, or the share of it that this rank has; passes follow one another."""
+        require_count("ImageStream", "position", position, low=0)
+        pending = self._pending(position)
+        if isinstance(self.split, Decoded):
+            self.split.announce(pending.indices)
+            if self.shuffle or position + 1 < self.batches_per_epoch:
+                self.split.announce(self._pending(position + 1).indices)
+        return pending
+
+    def _pending(self, position: int) -> PendingBatch:
+        epoch, index = divmod(position, self.batches_per_epoch)
+        order = _order(len(self), self.seed, epoch) if self.shuffle else torch.arange(len(self))
+        chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
+        rows = Rows.share(len(chosen), self.rank, self.world_size)
+        mine = chosen[rows.start : rows.stop]
+        indices = mine if self.samples is None else self.samples[mine]
+        return PendingBatch(self, indices, epoch, position + 1, rows)
+
+    def batches(self) -> Iterator[PendingBatch]:
+        """One pass."""
+        return map(self.batch, range(self.batches_per_epoch))
+
+
+@functools.lru_cache(maxsize=4)  # one pass is read batch by batch
+def _order(size: int, seed: int, epoch: int) -> Tensor:
+    return keyed_order(size, seed, "image order", epoch)
+
+
+IMAGES = Registry("image data set")
+
+
+def register_images(name: str) -> Callable[[Callable[..., ImageData]], Callable[..., ImageData]]:
+    """Decorator that makes a loader known by name, to `load_images` and to the registry of data sets."""
+
+    def add(loader: Callable[..., ImageData]) -> Callable[..., ImageData]:
+        IMAGES.register(name)(loader)
+        register_data(name)(loader)
+        return loader
+
+    return add
+
+
+def load_images(name: str, data_dir: str | os.PathLike[str] | None = None, **options: Any) -> ImageData:
+    """Load a set of images.
+
+    Args:
+        name: A known set, or a folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
+        data_dir: Where the files are; by default the environment variable EQUIPOISE_DATA says it.
+        **options: Of the loader.
+
+    Raises:
+        MissingDataError: If a file is not there; the message says where it was sought and how to get it.
+        DamagedDataError: If a file cannot be read or is another than expected.
+    """
+    if name in IMAGES:
+        loader, given = IMAGES[name], {"data_dir": data_dir}
+    else:
+        loader, given = IMAGES["imagenet"], {"data_dir": _folder(name, data_dir)}
+    known = [key for key in inspect.signature(loader).parameters if key != "data_dir"]
+    for key in options:
+        if key not in known:
+            raise unknown_name(f"option of the data set {name!r}", key, known)
+    found: ImageData = loader(**given, **options)
+    return found
+
+
+def _folder(name: str, data_dir: str | os.PathLike[str] | None) -> Path:
+    """The folder meant by a name that is no known set."""
+    root = data_root(data_dir)
+    places = [Path(name).expanduser(), *([] if root is None else [root / name])]
+    for place in places:
+        if place.is_dir():
+            return place
+    error = unknown_name("image data set", name, IMAGES)
+    raise ValueError(f"{error} A folder of images may be given too, but there is none at {_either(places)}.")
+
+
+def _either(places: Sequence[Path]) -> str:
+    return " or ".join(str(place) for place in places)

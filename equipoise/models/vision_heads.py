@@ -1,0 +1,165 @@
+"""What reads the states of a multiscale equilibrium, and what makes its injection: outside of f, so with BatchNorm."""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equipoise.models._multiscale import conv
+
+
+def normed(layer: nn.Module, channels: int, momentum: float, affine: bool = True) -> list[nn.Module]:
+    """A convolution, BatchNorm and ReLU."""
+    return [layer, nn.BatchNorm2d(channels, momentum=momentum, affine=affine), nn.ReLU()]
+
+
+class Stem(nn.Sequential):
+    """Images to the map that is injected: two convolutions, more for more than two downsamplings, a 1×1 convolution.
+
+    Args:
+        in_channels: Of images.
+        channels: Of the map.
+        downsamplings: How many times the size is halved, 0 to 3.
+        mix: Whether the 1×1 convolution is there.
+        momentum: Of BatchNorm.
+    """
+
+    def __init__(self, in_channels: int, channels: int, downsamplings: int, mix: bool, momentum: float) -> None:
+        layers: list[nn.Module] = []
+        for k in range(max(2, downsamplings)):
+            stride = 2 if k < downsamplings else 1
+            layers += normed(conv(channels if k else in_channels, channels, 3, stride), channels, momentum)
+        if mix:
+            layers += normed(conv(channels, channels, 1), channels, momentum)
+        super().__init__(*layers)
+
+
+class Injections(nn.Module):
+    """The stem's map for every resolution: averaged over pixels, then a 1×1 convolution for the coarser ones.
+
+    Args:
+        channels: Per resolution, the finest first.
+        momentum: Of BatchNorm.
+    """
+
+    def __init__(self, channels: Sequence[int], momentum: float) -> None:
+        super().__init__()
+        finest, *coarser = channels
+        self.mixes = nn.ModuleList(nn.Sequential(*normed(conv(finest, width, 1), width, momentum)) for width in coarser)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        injections = [x]
+        for mix in self.mixes:
+            # Pixels that do not come in pairs are averaged over what there is.
+            x = F.avg_pool2d(x, 2, ceil_mode=True, count_include_pad=False)
+            injections.append(mix(x))
+        return tuple(injections)
+
+
+class Bottleneck(nn.Module):
+    """1×1, 3×3 and 1×1 convolutions beside a shortcut, to four times `hidden` channels."""
+
+    def __init__(self, channels: int, hidden: int, momentum: float) -> None:
+        super().__init__()
+        outputs = 4 * hidden
+        layers = normed(conv(channels, hidden, 1), hidden, momentum, affine=False)
+        layers += normed(conv(hidden, hidden, 3), hidden, momentum, affine=False)
+        layers += normed(conv(hidden, outputs, 1), outputs, momentum, affine=False)[:-1]
+        self.body = nn.Sequential(*layers)
+        same = channels == outputs
+        self.shortcut = (
+            nn.Identity() if same else nn.Sequential(*normed(conv(channels, outputs, 1), outputs, momentum)[:-1])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.body(x) + self.shortcut(x))
+
+
+class ClassificationHead(nn.Module):
+    """States to scores of classes: a bottleneck each, then y ← bottleneck(z_{i+1}) + down(y), mean over pixels, linear.
+
+    Args:
+        channels: Of the states, the finest first.
+        head_channels: Of the bottlenecks; they give four times as many.
+        final_channels: Before the mean.
+        num_classes: Scores.
+        momentum: Of BatchNorm.
+        init_std: Standard deviation of the initial weights of convolutions.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        head_channels: Sequence[int],
+        final_channels: int,
+        num_classes: int,
+        *,
+        momentum: float = 0.1,
+        init_std: float = 0.01,
+    ) -> None:
+        super().__init__()
+        pairs = zip(channels, head_channels, strict=True)
+        self.bottlenecks = nn.ModuleList(Bottleneck(width, hidden, momentum) for width, hidden in pairs)
+        widths = [4 * hidden for hidden in head_channels]
+        self.downs = nn.ModuleList(
+            nn.Sequential(*normed(conv(fine, coarse, 3, stride=2, bias=True), coarse, momentum))
+            for fine, coarse in itertools.pairwise(widths)
+        )
+        self.final = nn.Sequential(*normed(conv(widths[-1], final_channels, 1, bias=True), final_channels, momentum))
+        self.classifier = nn.Linear(final_channels, num_classes)
+        initialise(self, init_std)
+
+    def forward(self, states: Sequence[Tensor], size: Sequence[int]) -> Tensor:
+        """Scores (N, classes); the size of the images does not matter."""
+        y = self.bottlenecks[0](states[0])
+        for bottleneck, down, state in zip(self.bottlenecks[1:], self.downs, states[1:], strict=True):  # type: ignore[index,arg-type]
+            y = bottleneck(state) + down(y)
+        return self.classifier(self.final(y).mean(dim=(2, 3)))
+
+
+class SegmentationHead(nn.Module):
+    """States to scores of classes for each pixel: all states at the finest resolution, then two 1×1 convolutions.
+
+    Args:
+        channels: Of the states, the finest first.
+        final_channels: Between the convolutions.
+        num_classes: Scores.
+        momentum: Of BatchNorm.
+        init_std: Standard deviation of the initial weights of convolutions.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[int],
+        final_channels: int,
+        num_classes: int,
+        *,
+        momentum: float = 0.01,
+        init_std: float = 0.01,
+    ) -> None:
+        super().__init__()
+        self.final = nn.Sequential(*normed(conv(sum(channels), final_channels, 1, bias=True), final_channels, momentum))
+        self.classifier = conv(final_channels, num_classes, 1, bias=True)
+        initialise(self, init_std)
+
+    def forward(self, states: Sequence[Tensor], size: Sequence[int]) -> Tensor:
+        """Scores (N, classes, *size)."""
+        finest = states[0].shape[2:]
+        maps = [states[0], *(resized(state, finest) for state in states[1:])]
+        return resized(self.classifier(self.final(torch.cat(maps, dim=1))), size)
+
+
+def resized(x: Tensor, size: Sequence[int]) -> Tensor:
+    """A map at another size, by bilinear interpolation between corners."""
+    return x if x.shape[2:] == torch.Size(size) else F.interpolate(x, tuple(size), mode="bilinear", align_corners=True)
+
+
+def initialise(module: nn.Module, std: float) -> None:
+    """Convolutions from N(0, std), without bias to begin with."""
+    for part in module.modules():
+        if isinstance(part, nn.Conv2d):
+            nn.init.normal_(part.weight, std=std)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)

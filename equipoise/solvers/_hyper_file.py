@@ -1,0 +1,126 @@
+"""Learned solvers in files, each with its settings and the fingerprint of the model it was fitted to."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from equipoise.solvers.base import Solver, as_solver
+from equipoise.solvers.hyper_anderson import HyperAnderson, HyperConfig
+
+FILE = "solver.safetensors"
+PREFIX = "hyper:"
+
+
+class WrongModelError(ValueError):
+    """A learned solver was fitted to another model."""
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of a model's parameters and buffers, their names and shapes; learned solvers in it do not count."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        if isinstance(value, torch.Tensor):
+            digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def save_solver(
+    solver: HyperAnderson, path: str | Path, model: nn.Module | None = None, notes: dict[str, Any] | None = None
+) -> Path:
+    """Write a learned solver as a whole or not at all.
+
+    Args:
+        solver: What to write.
+        path: The file, by custom solver.safetensors; its folder is made if need be.
+        model: What it was fitted to; None if that is not to be checked when it is loaded.
+        notes: Plain values to keep with it, e.g. how it was fitted.
+    """
+    from safetensors.torch import save_file
+
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {
+        "format": "pt",
+        "config": json.dumps(dataclasses.asdict(solver.config)),
+        "model": "" if model is None else fingerprint(model),
+        "notes": json.dumps(notes or {}),
+    }
+    tensors = {name: value.detach().cpu().contiguous() for name, value in solver.state_dict().items()}
+    partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
+    try:
+        save_file(tensors, partial, metadata=metadata)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def load_solver(
+    path: str | Path,
+    model: nn.Module | None = None,
+    *,
+    device: torch.device | str | None = None,
+    force: bool = False,
+) -> HyperAnderson:
+    """A learned solver from its file.
+
+    Args:
+        path: The file, or the folder of a run or of the file.
+        model: What it is to solve for.
+        device: Where it goes; to the model by default.
+        force: Take it though it was fitted to another model; its sizes must fit all the same.
+
+    Raises:
+        WrongModelError: If it was fitted to another model, and `force` is not set.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = _file(Path(path))
+    try:
+        with safe_open(path, framework="pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read as a learned solver: {error}") from error
+    if "config" not in metadata:
+        raise ValueError(f"{path} holds no learned solver: `equipoise hyper RUN` writes one.")
+    solver = HyperAnderson(HyperConfig(**json.loads(metadata["config"])))
+    solver.load_state_dict(state)
+    if model is not None and not force and metadata.get("model") not in ("", fingerprint(model)):
+        raise WrongModelError(
+            f"{path} was fitted to another model than this {type(model).__name__}, or before its weights changed: it "
+            "may not converge. Fit one with `equipoise hyper RUN`, or --finetune this one; force=True takes it as it "
+            "is."
+        )
+    tensors = () if model is None else (*model.parameters(), *model.buffers())
+    place = device or next((tensor.device for tensor in tensors), torch.device("cpu"))
+    return solver.to(place)
+
+
+def _file(path: Path) -> Path:
+    """The file that a path means."""
+    tried = [path] if not path.is_dir() else [path / FILE, path / "hyper" / FILE]
+    for candidate in tried:
+        if candidate.is_file():
+            return candidate
+    raise FileNotFoundError(f"no learned solver at {' or '.join(map(str, tried))}; `equipoise hyper RUN` writes one.")
+
+
+def named_solver(name: str, model: nn.Module | None = None, *, force: bool = False) -> Solver:
+    """A solver by its registered name, or a learned one by `hyper:PATH`.
+
+    Args:
+        name: "anderson", "hyper:runs/ptb", ...
+        model: What a learned one is to solve for.
+        force: See `load_solver`.
+    """
+    if name.startswith(PREFIX):
+        return load_solver(name.removeprefix(PREFIX), model, force=force)
+    return as_solver(name)

@@ -1,0 +1,198 @@
+"""The small networks of a learned solver: a first guess, a residual in few numbers, and the next step from those."""
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, pad
+
+from equipoise._tree import Leaves
+
+Module = TypeVar("Module", bound=nn.Module)
+
+TAPS = 3  # of every convolution over time or space
+
+
+# First guesses
+
+
+class SequenceInitialiser(nn.Module):
+    """A causal convolution over three positions, ReLU, and a linear map: (N, T, source) to (N, T, d) for each leaf.
+
+    Args:
+        source: Features of a position of the input.
+        hidden: Features between.
+        state: Features of a position of each leaf.
+    """
+
+    def __init__(self, source: int, hidden: int, state: Sequence[int]) -> None:
+        super().__init__()
+        self.state = list(state)
+        self.conv = nn.Conv1d(source, hidden, TAPS)
+        self.out = _silent(nn.Linear(hidden, sum(state)))
+
+    def forward(self, x: Tensor, like: Leaves) -> Leaves:
+        past = pad(x.transpose(1, 2), (TAPS - 1, 0))  # so that no position sees a later one
+        guess = self.out(self.conv(past).relu().transpose(1, 2))
+        return list(guess.split(self.state, dim=-1))
+
+
+class ImageInitialiser(nn.Module):
+    """For each resolution, from the input averaged to its size: a 3×3 convolution, ReLU, a 1×1 convolution.
+
+    Args:
+        source: Channels of the input (N, C, H, W).
+        hidden: Channels between.
+        state: Channels of each resolution.
+    """
+
+    def __init__(self, source: int, hidden: int, state: Sequence[int]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(source, hidden, TAPS, padding=TAPS // 2),
+                nn.ReLU(),
+                _silent(nn.Conv2d(hidden, channels, 1)),
+            )
+            for channels in state
+        )
+
+    def forward(self, x: Tensor, like: Leaves) -> Leaves:
+        sizes = [leaf.shape[-2:] for leaf in like]
+        return [branch(_resized(x, size)) for branch, size in zip(self.branches, sizes, strict=True)]
+
+
+def _resized(x: Tensor, size: Sequence[int]) -> Tensor:
+    return x if x.shape[-2:] == tuple(size) else adaptive_avg_pool2d(x, (int(size[0]), int(size[1])))
+
+
+class FlatInitialiser(nn.Module):
+    """Two linear maps with ReLU between, from all numbers of the input to all of the state.
+
+    Args:
+        source: Numbers of a system's input.
+        hidden: Numbers between.
+        state: Numbers of a system's state, by leaf.
+    """
+
+    def __init__(self, source: int, hidden: int, state: Sequence[int]) -> None:
+        super().__init__()
+        self.state = list(state)
+        self.inner, self.out = nn.Linear(source, hidden), _silent(nn.Linear(hidden, sum(state)))
+
+    def forward(self, x: Tensor, like: Leaves) -> Leaves:
+        parts = self.out(self.inner(x.flatten(1)).relu()).split(self.state, dim=-1)
+        return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
+
+
+# Residuals in few numbers
+
+
+class TokenCompression(nn.Module):
+    """A linear map of the last position's residual, or of the mean over positions.
+
+    Linear, without a shift: a residual half as large has half the numbers.
+
+    Args:
+        state: Features of a position of each leaf (N, T, d).
+        size: Numbers to keep.
+        mean: Average over positions instead of taking the last one, which has seen all others.
+    """
+
+    def __init__(self, state: Sequence[int], size: int, mean: bool = False) -> None:
+        super().__init__()
+        self.mean, self.out = mean, nn.Linear(sum(state), size, bias=False)
+
+    def forward(self, g: Leaves) -> Tensor:
+        picked = [leaf.mean(dim=1) if self.mean else leaf[:, -1] for leaf in g]
+        whole = picked[0] if len(picked) == 1 else torch.cat(picked, dim=-1)
+        return self.out(whole.to(self.out.weight.dtype))
+
+
+class LowestResolution(nn.Module):
+    """The averages over space of the channels of the smallest map, and a linear map of them.
+
+    Args:
+        state: Channels of each resolution (N, C, H, W), from the highest to the lowest.
+        size: Numbers to keep.
+    """
+
+    def __init__(self, state: Sequence[int], size: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(state[-1], size, bias=False)
+
+    def forward(self, g: Leaves) -> Tensor:
+        return self.out(g[-1].mean(dim=(2, 3)).to(self.out.weight.dtype))
+
+
+class Sketch(nn.Module):
+    """Sums over stretches of a system's residual, with signs: a random projection for a state of any size.
+
+    Signs follow an irregular pattern that depends on the place alone, so that inner products of residuals survive on
+    average. A learned linear map follows.
+
+    Args:
+        leaves: Leaves of the state.
+        size: Numbers to keep.
+        stretches: Sums in each leaf.
+    """
+
+    def __init__(self, leaves: int, size: int, stretches: int = 64) -> None:
+        super().__init__()
+        self.stretches, self.out = stretches, nn.Linear(leaves * stretches, size, bias=False)
+        self._signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def forward(self, g: Leaves) -> Tensor:
+        sums = [self._sums(leaf.flatten(1)) for leaf in g]
+        return self.out(torch.cat(sums, dim=-1).to(self.out.weight.dtype))
+
+    def _sums(self, leaf: Tensor) -> Tensor:
+        n = leaf.shape[1]
+        key = (n, leaf.dtype, leaf.device)
+        if key not in self._signs:  # kept, because a step consists of few operations
+            with torch.inference_mode(False):
+                # Multiples of the golden ratio are spread evenly over an interval: no pattern that a state follows.
+                upper = (torch.arange(n, device=leaf.device) * 40_503) % 65_536 < 32_768
+                self._signs[key] = torch.where(upper, 1.0, -1.0).to(leaf.dtype)
+        width = math.ceil(n / self.stretches)
+        signed = pad(leaf * self._signs[key], (0, width * self.stretches - n))
+        return signed.unflatten(1, (self.stretches, width)).sum(2)
+
+
+# The next step
+
+
+class StepNet(nn.Module):
+    """Two convolutions over the remembered steps: a score for each, and one step length.
+
+    Args:
+        features: Numbers that describe a remembered step.
+        width: Numbers between the two.
+    """
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(TAPS * features, width)
+        self.weights = _silent(nn.Linear(TAPS * width, 1))
+        self.mixing = _silent(nn.Linear(TAPS * width, 1))
+
+    def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """From (N, k, features), the newest last, to (N, k) and (N,); zeros before any fitting."""
+        taps = _neighbours(self.inner(_neighbours(steps)).relu())
+        return self.weights(taps).squeeze(2), self.mixing(taps[:, -1]).squeeze(1)
+
+
+def _neighbours(steps: Tensor) -> Tensor:
+    """Each step between the ones before and after it, (N, k, 3·features); a convolution is a linear map of these."""
+    k = steps.shape[1]
+    padded = pad(steps, (0, 0, TAPS // 2, TAPS // 2))
+    return torch.cat([padded[:, tap : tap + k] for tap in range(TAPS)], dim=2)
+
+
+def _silent(module: Module) -> Module:
+    """The module with an output of zero until it is fitted."""
+    for parameter in module.parameters():
+        nn.init.zeros_(parameter)
+    return module

@@ -1,0 +1,306 @@
+"""What a learned solver is fitted to: equilibria found by a classic solver, and losses of its own unrolled steps."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from equipoise import _leaves
+from equipoise._compat import reenter_autocast
+from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._module import DEQ, override
+from equipoise._problem import Problem
+from equipoise._solution import Solution
+from equipoise._stop import Stop, tiny_norm
+from equipoise._tree import Leaves
+from equipoise.solvers import Broyden, Solver
+from equipoise.solvers.hyper_anderson import HyperAnderson
+
+Forward = Callable[[nn.Module, Any, Any], Any]
+"""Runs a model on a batch, given what the batch before left, and returns what the next one needs (or None)."""
+
+
+# Relative distance to the equilibrium below which logarithms do not reward a step.
+CLOSE = 1e-3
+
+EMPHASES = ("increasing", "uniform", "last")
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """Weights of the three losses.
+
+    Attributes:
+        convergence: Of the distances of the iterates to the equilibrium.
+        initial: Of the distance of the start to it; alone trains the initialiser.
+        residual: Of the combined residuals, at the first step: makes the weights Anderson's at first.
+        residual_end: What the weight of the combined residuals falls to.
+        fade: Share of the steps over which it falls.
+        relative: Divide each loss by its value at the first step, so that all begin at their weights; norms grow with
+            the size of a state, so weights do not carry over from one model to another otherwise.
+    """
+
+    convergence: float = 1.0
+    initial: float = 1.0
+    residual: float = 1.0
+    residual_end: float = 5e-8
+    fade: float = 0.4
+    relative: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("convergence", "initial", "residual", "residual_end", "fade"):
+            require_number("LossWeights", name, getattr(self, name), low=0.0)
+
+    def at(self, progress: float) -> tuple[float, float, float]:
+        """The three weights when this share of the steps has been made."""
+        left = max(0.0, 1.0 - progress / self.fade) if self.fade > 0 else 0.0
+        end = min(self.residual, self.residual_end)
+        return self.convergence, self.initial, end + left * (self.residual - end)
+
+
+@dataclass(frozen=True)
+class FitSettings:
+    """How a learned solver is fitted.
+
+    Attributes:
+        steps: Optimiser steps.
+        unroll: Solver steps that are unrolled; the solver may be run for more afterwards.
+        learning_rate: Of Adam at the beginning; half a cosine leads to zero.
+        clip: Largest norm of the gradient; None for any.
+        losses: Weights of the three losses.
+        emphasis: How the distances after each solver step are weighted: "increasing" with the step, "uniform", or the
+            "last" alone.
+        logarithm: Whether logarithms of relative distances are minimised, to which every solver step matters alike,
+            instead of distances, as published, to which late steps, being close already, hardly matter.
+        joint: Whether the initialiser is also trained by the distances of later iterates.
+        checkpoint: Evaluate f again in the backward pass instead of keeping its graphs.
+        solver: The classic solver that finds the equilibria.
+        stop: When it ends.
+        accept: Largest relative residual of an equilibrium to learn from; systems above it are left out.
+        seed: Of the initial weights.
+    """
+
+    steps: int = 1000
+    unroll: int = 10
+    learning_rate: float = 3e-3
+    clip: float | None = 1.0
+    losses: LossWeights = LossWeights()
+    emphasis: Literal["increasing", "uniform", "last"] = "increasing"
+    logarithm: bool = True
+    joint: bool = False
+    checkpoint: bool = False
+    solver: Solver = Broyden()
+    stop: Stop = Stop(rtol=1e-4, max_steps=60)
+    accept: float = 0.05
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require_count("FitSettings", "steps", self.steps)
+        require_count("FitSettings", "unroll", self.unroll)
+        require_number("FitSettings", "learning_rate", self.learning_rate, low=0.0, open_low=True)
+        if self.clip is not None:
+            require_number("FitSettings", "clip", self.clip, low=0.0, open_low=True)
+        require_number("FitSettings", "accept", self.accept, low=0.0, open_low=True)
+        if self.emphasis not in EMPHASES:
+            raise unknown_name("emphasis", self.emphasis, EMPHASES)
+
+    def emphases(self) -> list[float]:
+        """The weight of each solver step; they sum to one."""
+        k = self.unroll
+        if self.emphasis == "last":
+            return [0.0] * (k - 1) + [1.0]
+        raw = [1.0] * k if self.emphasis == "uniform" else [float(i) for i in range(1, k + 1)]
+        return [value / sum(raw) for value in raw]
+
+
+def _published(steps: int, unroll: int, initial: float, residual: float) -> FitSettings:
+    losses = LossWeights(0.1, initial, residual, relative=False)
+    return FitSettings(steps, unroll, 1e-3, None, losses, logarithm=False, stop=Stop(rtol=1e-6, max_steps=60))
+
+
+PUBLISHED = {
+    "wikitext103": _published(5000, 10, 0.05, 1e-4),
+    "imagenet": _published(4000, 10, 0.02, 1e-5),
+    "cityscapes": _published(3000, 12, 0.02, 1e-5),
+}
+"""Settings of the published fits; their weights of losses are for models of those sizes."""
+
+
+# Equilibria to learn from
+
+
+@dataclass(frozen=True)
+class Target:
+    """One solve of a model, to be repeated by the learned solver.
+
+    Attributes:
+        problem: What was solved.
+        start: Where a solve begins.
+        root: Where it ended.
+        residual: (N,) the relative residual there.
+        deq: Whose solve it was.
+        inputs: Of the DEQ.
+    """
+
+    problem: Problem
+    start: Leaves
+    root: Leaves
+    residual: Tensor
+    deq: DEQ
+    inputs: tuple[Any, ...]
+
+    def rows(self, index: Tensor) -> "Target":
+        """Some of its systems."""
+        start, root = (_leaves.take_rows(part, index) for part in (self.start, self.root))
+        problem, residual = self.problem.rows(index), self.residual.index_select(0, index)
+        return dataclasses.replace(self, problem=problem, start=start, root=root, residual=residual)
+
+
+def find_targets(
+    model: nn.Module, batch: Any, settings: FitSettings, forward: Forward | None = None, carry: Any = None
+) -> tuple[list[Target], Any]:
+    """The equilibria of a model on a batch, by a classic solver, and what the next batch needs.
+
+    Args:
+        model: A DEQ, or a module that contains some; used in eval mode.
+        batch: Inputs.
+        settings: Which solver, to what tolerance.
+        forward: How to run the model on the batch; by default it is called with the batch (a tuple: with its items).
+        carry: What the batch before left.
+    """
+    targets: list[Target] = []
+
+    def note(deq: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], solution: Solution) -> None:
+        assert isinstance(deq, DEQ)
+        z0 = options.get("z0")
+        problem: Problem = solution.problem  # type: ignore[assignment]
+        start, root = (problem.start(tree) for tree in (deq.start(*inputs) if z0 is None else z0, solution.value))
+        targets.append(Target(problem, start, [leaf.clone() for leaf in root], solution.stats.residual, deq, inputs))
+
+    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
+    with override(model, solver=settings.solver, stop=settings.stop), torch.no_grad(), evaluating(model):
+        hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
+        try:
+            carry = (forward or call_model)(model, batch, carry)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return targets, carry
+
+
+def call_model(model: nn.Module, batch: Any, carry: Any) -> None:
+    """Run a model on a batch: a tuple or list are its arguments."""
+    if isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in eval mode, and afterwards as they were."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextlib.contextmanager
+def frozen(model: nn.Module, apart_from: nn.Module) -> Iterator[None]:
+    """Parameters of the model want no gradient meanwhile: graphs then hold less."""
+    own = {id(parameter) for parameter in apart_from.parameters()}
+    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+
+
+# Losses
+
+
+@dataclass
+class Losses:
+    """The three losses, means over systems, and residuals on the way.
+
+    Attributes:
+        convergence: Weighted distances of the iterates to the equilibrium.
+        initial: Distance of the start to it.
+        residual: Sum of the norms of combined residuals.
+        first: (N,) relative residual of the start.
+        last: (N,) relative residual of the last iterate but one.
+    """
+
+    convergence: Tensor
+    initial: Tensor
+    residual: Tensor
+    first: Tensor
+    last: Tensor
+
+
+def unrolled_losses(solver: HyperAnderson, target: Target, settings: FitSettings) -> Losses:
+    """Run the solver for some steps, recorded by autograd, and measure how it does.
+
+    The start is trained by its own distance alone, the steps by the others, unless `settings.joint`.
+    """
+    # f enters autocast by itself, as in any solve.
+    with reenter_autocast(target.problem.device_type, None), torch.enable_grad():
+        return _unrolled(solver, target, settings)
+
+
+def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> Losses:
+    problem, root = target.problem, target.root
+    z, state = solver.init(problem, target.start)
+    initial, size = _distance(z, root), _leaves.norm(root).clamp_min(tiny_norm(root[0].dtype))
+    if not settings.joint:
+        z = [leaf.detach() for leaf in z]
+    convergence = residual = torch.zeros_like(initial)
+    relative: list[Tensor] = []
+    for k, emphasis in enumerate(settings.emphases()):
+        fz = _evaluate(problem, z, settings.checkpoint and k > 0)
+        with torch.no_grad():
+            relative.append(_distance(fz, z) / _leaves.norm(fz).clamp_min(tiny_norm(fz[0].dtype)))
+        z, state = solver.propose(problem, z, fz, state)
+        distance = _distance(z, root)
+        if settings.logarithm:
+            distance = (1 + distance / (CLOSE * size)).log()
+        convergence = convergence + emphasis * distance
+        if state.mixed is not None:
+            residual = residual + torch.linalg.vector_norm(_leaves.norm(state.mixed).view(len(initial), -1), dim=1)
+    return Losses(convergence.mean(), initial.mean(), residual.mean(), relative[0], relative[-1])
+
+
+def _evaluate(problem: Problem, z: Leaves, again: bool) -> Leaves:
+    return checkpoint(problem.evaluate, z, use_reentrant=False) if again else problem.evaluate(z)
+
+
+def _distance(a: Leaves, b: Leaves) -> Tensor:
+    return _leaves.norm(_leaves.subtract(a, b))
+
+
+class Balance:
+    """What the losses are divided by: their values at the first step, if weights are relative."""
+
+    def __init__(self, weights: LossWeights) -> None:
+        self.weights = weights
+        self.sizes: list[Tensor] | None = None
+
+    def total(self, losses: Losses, progress: float) -> Tensor:
+        """The sum that is minimised."""
+        parts = [losses.convergence, losses.initial, losses.residual]
+        if self.sizes is None or not all(size.isfinite() for size in self.sizes):
+            sizes = [part.detach().clamp_min(torch.finfo(part.dtype).tiny) for part in parts]
+            self.sizes = sizes if self.weights.relative else [torch.ones_like(part) for part in parts]
+        weighted = zip(parts, self.sizes, self.weights.at(progress), strict=True)
+        return torch.stack([weight * part / size for part, size, weight in weighted if part.requires_grad]).sum()

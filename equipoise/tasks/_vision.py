@@ -1,0 +1,142 @@
+"""What tasks on images share: loading, batches, and stem and f of a model trained before."""
+
+import functools
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from equipoise._errors import require_count
+from equipoise.data._draws import keyed_order
+from equipoise.data.augment import Augment
+from equipoise.data.images import ImageData, ImageStream, load_images
+from equipoise.tasks.base import Splits, Task
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """Settings that tasks on images share.
+
+    Attributes:
+        data: A known set of images, or a folder.
+        options: Of its loader, e.g. `{size = 24}`.
+        batch_size: Images in a batch, of all processes together.
+        eval_batch_size: Images in a batch of evaluation.
+        train_size: Training images used, drawn once for all; None for all.
+        hold_out: Training images set aside for validation. With 0, a set without a validation split is validated on its
+            test split, as published runs do, and the log says so.
+        transfer: Folder of a run whose stem and f the model begins with; None to begin afresh.
+    """
+
+    data: str = "digits"
+    options: dict[str, Any] = field(default_factory=dict)
+    batch_size: int = 64
+    eval_batch_size: int = 250
+    train_size: int | None = None
+    hold_out: int = 0
+    transfer: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch_size", "eval_batch_size"):
+            require_count("task", name, getattr(self, name))
+        require_count("task", "hold_out", self.hold_out, low=0)
+        if self.train_size is not None:
+            require_count("task", "train_size", self.train_size)
+
+
+class VisionTask(Task):
+    """A task on images; subclasses say how they are changed, and how a batch becomes a loss."""
+
+    masks: ClassVar[bool]
+    """Whether targets are masks."""
+    config: VisionConfig
+
+    @cached_property
+    def images(self) -> ImageData:
+        """The images."""
+        c = self.config
+        found = load_images(c.data, self.data_dir, **c.options)
+        if found.masks != self.masks:
+            has, other = ("masks", "segmentation") if found.masks else ("classes", "classification")
+            raise ValueError(f"task {self.name!r}: the images of {c.data!r} have {has}; use task.name = {other!r}.")
+        return found
+
+    def augment(self, training: bool) -> Augment | None:
+        """How images are changed."""
+        return None
+
+    def data(self) -> Splits:
+        c, data = self.config, self.images
+        stream = functools.partial(ImageStream, data, seed=self.seed, rank=self.rank, world_size=self.world_size)
+        used, held = self._samples()
+        train = stream(data.splits["train"], c.batch_size, samples=used, shuffle=True, augment=self.augment(True))
+        held_out = {}
+        for split in ("valid", "test"):
+            part, samples = data.splits.get(split), None
+            if split == "valid" and held is not None:
+                part, samples = data.splits["train"], held
+            elif split == "valid" and part is None:
+                part = data.splits.get("test")
+            if part is not None:
+                held_out[split] = stream(part, c.eval_batch_size, samples=samples, augment=self.augment(False))
+        if "valid" not in held_out:
+            raise ValueError(f"{data.name!r} has training images only; set some aside with task.hold_out.")
+        return Splits(
+            train=train.batch,
+            epoch=train.batches_per_epoch,
+            held_out={split: stream.batches for split, stream in held_out.items()},
+            info={**data.facts, "trained_on": len(train), "valid_is_test": self._valid_is_test()},
+        )
+
+    def _valid_is_test(self) -> bool:
+        return not self.config.hold_out and "valid" not in self.images.splits
+
+    def _samples(self) -> tuple[Tensor | None, Tensor | None]:
+        """Numbers of the training images to train on, and of those set aside; None for all, and for none."""
+        c, count = self.config, len(self.images.splits["train"])
+        if not c.hold_out and c.train_size is None:
+            return None, None
+        wanted = c.hold_out + (c.train_size or 1)
+        if wanted > count:
+            raise ValueError(
+                f"task: hold_out={c.hold_out} and train_size={c.train_size or 1} exceed the {count} training images of "
+                f"{self.images.name!r}."
+            )
+        # The same for every seed of a run: runs that differ in nothing else are validated on the same images.
+        order = keyed_order(count, "held-out images")
+        used = order[c.hold_out :][: c.train_size].sort().values
+        return used, order[: c.hold_out].sort().values if c.hold_out else None
+
+    def model_defaults(self) -> dict[str, Any]:
+        return {"num_classes": len(self.images.classes), "in_channels": self.images.channels}
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        if self.config.transfer is not None:
+            from equipoise.train.load import load
+
+            if not hasattr(model, "transfer_from"):
+                raise ValueError(
+                    f"task.transfer: {type(model).__name__} cannot take over parts of another model (transfer_from)."
+                )
+            model.transfer_from(load(self.config.transfer))  # type: ignore[operator]
+        return model
+
+    def artifacts(self) -> dict[str, Any]:
+        return {"classes.json": list(self.images.classes)}
+
+
+def scores(model: nn.Module, images: Tensor) -> Tensor:
+    """The scores of a model, in float32 at least."""
+    logits: Tensor = model(images).logits
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def mean_of_rows(losses: Tensor, weights: Tensor) -> Tensor:
+    """(N,) weighted means over all axes but the first; 0 for a row without weight.
+
+    Each image has its own mean, so that the loss of a batch does not depend on how it is split.
+    """
+    return (losses * weights).flatten(1).sum(1) / weights.flatten(1).sum(1).clamp_min(torch.finfo(losses.dtype).tiny)

@@ -1,0 +1,368 @@
+"""Fitting a learned solver to a trained model, whose weights stay as they are.
+
+The equilibria of some inputs are found by a classic solver; the learned one is unrolled for a few steps on the same
+inputs and moved towards them. No labels are needed.
+"""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
+from equipoise.solvers.hyper_anderson import HyperAnderson, hyper_solver_for
+from equipoise.tasks._hyper_losses import (
+    PUBLISHED,
+    Balance,
+    FitSettings,
+    Forward,
+    Losses,
+    LossWeights,
+    Target,
+    evaluating,
+    find_targets,
+    frozen,
+    unrolled_losses,
+)
+
+if TYPE_CHECKING:
+    from equipoise.train.tracking import MetricsWriter
+
+__all__ = [
+    "PUBLISHED",
+    "Balance",
+    "Fit",
+    "FitSettings",
+    "Forward",
+    "HyperRecipe",
+    "LossWeights",
+    "Losses",
+    "Networks",
+    "Target",
+    "Unread",
+    "find_targets",
+    "fit_hyper_solver",
+    "fit_run",
+    "hyper_step",
+    "unrolled_losses",
+]
+
+
+@dataclass
+class Fit:
+    """A fitted solver and how the fitting went.
+
+    Attributes:
+        solver: The solver, in the device and dtype it was fitted in.
+        record: Settings, first and last values of the log, seconds, and parameters beside those of the model.
+    """
+
+    solver: HyperAnderson
+    record: dict[str, Any]
+
+
+def hyper_step(
+    model: nn.Module,
+    batch: Any,
+    solver: HyperAnderson,
+    optimiser: torch.optim.Optimizer,
+    *,
+    settings: FitSettings = FitSettings(),
+    forward: Forward | None = None,
+    carry: Any = None,
+    balance: Balance | None = None,
+    progress: float = 1.0,
+) -> tuple[dict[str, Tensor], Any]:
+    """One optimiser step of a learned solver on a model as it is now; the model itself is not touched.
+
+    Args:
+        model: A DEQ, or a module that contains some.
+        batch: Inputs; labels are not looked at.
+        solver: To be improved.
+        optimiser: Of the solver's parameters.
+        settings: How equilibria are found and the solver is unrolled.
+        forward: How to run the model on the batch; by default it is called with it.
+        carry: What the batch before left.
+        balance: Kept from step to step; by default this step is compared with itself.
+        progress: Share of the fitting done, for the weights of losses.
+
+    Returns:
+        What to log, as scalar tensors, and what the next batch needs.
+    """
+    balance = balance or Balance(settings.losses)
+    targets, carry = find_targets(model, batch, settings, forward, carry)
+    if not targets:
+        raise ValueError(f"{type(model).__name__} solved for no equilibrium on this batch: is it a DEQ?")
+    optimiser.zero_grad(set_to_none=True)
+    records = []
+    with frozen(model, apart_from=solver), torch.enable_grad(), evaluating(model):
+        for target in targets:
+            usable = target.residual <= settings.accept
+            share = usable.float().mean()
+            if share < 1:
+                target = target.rows(usable.nonzero()[:, 0])
+            if target.problem.num_systems == 0:
+                records.append({"accepted": share})
+                continue
+            losses = unrolled_losses(solver, target, settings)
+            total = balance.total(losses, progress)
+            total.backward()
+            records.append(_record(losses, total, share, target.residual))
+    size = _clip(solver, settings.clip)
+    finite = bool(torch.isfinite(size))
+    if finite:
+        optimiser.step()
+    keys = list(dict.fromkeys(key for record in records for key in record))
+    means = {key: torch.stack([record[key] for record in records if key in record]).mean() for key in keys}
+    return {**means, "gradient": size, "skipped": torch.tensor(float(not finite))}, carry
+
+
+def _record(losses: Losses, total: Tensor, share: Tensor, residual: Tensor) -> dict[str, Tensor]:
+    logged = {"loss": total, **{name: getattr(losses, name) for name in ("convergence", "initial", "residual")}}
+    quantities = {"start_residual": losses.first, "end_residual": losses.last, "truth_residual": residual}
+    logged |= {name: values.median() for name, values in quantities.items()}
+    return {"accepted": share, **{name: value.detach() for name, value in logged.items()}}
+
+
+def _clip(solver: HyperAnderson, most: float | None) -> Tensor:
+    parameters = [parameter for parameter in solver.parameters() if parameter.grad is not None]
+    return nn.utils.clip_grad_norm_(parameters, math.inf if most is None else most)
+
+
+def fit_hyper_solver(
+    model: nn.Module,
+    batches: Iterable[Any] | Callable[[int], Any],
+    settings: FitSettings = FitSettings(),
+    *,
+    solver: HyperAnderson | None = None,
+    forward: Forward | None = None,
+    log: str | Path | None = None,
+    log_every: int = 50,
+    progress: bool = False,
+    **sizes: Any,
+) -> Fit:
+    """Fit a learned solver to a trained model, which stays as it is.
+
+    Args:
+        model: A DEQ, or a module that contains some.
+        batches: Inputs, gone through again and again, or a function from a step to them; unlabelled or random ones do.
+        settings: How.
+        solver: Go on with this one; by default one is made by `hyper_solver_for`.
+        forward: How to run the model on a batch; by default it is called with it.
+        log: A file of JSON lines to write.
+        log_every: Steps between them.
+        progress: Whether to show a progress bar to a person at a terminal.
+        **sizes: Of `hyper_solver_for`, where `solver` is not given.
+    """
+    stream = _stream(batches)
+    if solver is None:
+        solver = _made_for(model, next(stream), settings, forward, sizes)
+        stream = _stream(batches)
+    elif sizes:
+        raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
+    if not solver.num_parameters:
+        raise ValueError("this solver has nothing to learn: let it have an initialiser, weights or a step length.")
+    optimiser = torch.optim.Adam(solver.parameters(), settings.learning_rate)
+    balance, carry, kept, started = Balance(settings.losses), None, [], time.perf_counter()
+    with _writer(log) as writer, _bar(settings.steps, progress) as bar:
+        for step, batch in zip(range(settings.steps), stream, strict=False):
+            share = step / settings.steps
+            for group in optimiser.param_groups:
+                group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
+            values, carry = hyper_step(
+                model,
+                batch,
+                solver,
+                optimiser,
+                settings=settings,
+                forward=forward,
+                carry=carry,
+                balance=balance,
+                progress=share,
+            )
+            bar.update()
+            if step % log_every == 0 or step == settings.steps - 1:
+                kept.append({name: float(value) for name, value in values.items()})
+                bar.set_postfix(residual=f"{kept[-1].get('end_residual', math.nan):.1e}", refresh=False)
+                if writer is not None:
+                    writer.write(step, {"seconds": time.perf_counter() - started, "fit": kept[-1]})
+    own, learned = solver.num_parameters, {id(parameter) for parameter in solver.parameters()}
+    base = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in learned)
+    counts = {"parameters": own, "model_parameters": base, "share": own / max(1, base)}
+    record = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started, **counts}
+    return Fit(solver, record)
+
+
+def _made_for(
+    model: nn.Module, batch: Any, settings: FitSettings, forward: Forward | None, sizes: dict[str, Any]
+) -> HyperAnderson:
+    """A solver for the states that the model has on a batch."""
+    targets, _ = find_targets(model, batch, settings, forward)
+    if not targets:
+        raise ValueError(f"{type(model).__name__} solved for no equilibrium on the first batch: is it a DEQ?")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.seed)
+        return hyper_solver_for(targets[0].deq, *targets[0].inputs, base=model, **sizes)
+
+
+def _stream(batches: Iterable[Any] | Callable[[int], Any]) -> Iterator[Any]:
+    """Batches without end."""
+    if callable(batches):
+        step = 0
+        while True:
+            yield batches(step)
+            step += 1
+    while True:
+        seen = False
+        for batch in batches:
+            seen = True
+            yield batch
+        if not seen:
+            raise ValueError("the batches are used up: give a list, or a function from a step to a batch.")
+
+
+@contextlib.contextmanager
+def _writer(path: str | Path | None) -> "Iterator[MetricsWriter | None]":
+    if path is None:
+        yield None
+        return
+    from equipoise.train.tracking import MetricsWriter
+
+    with MetricsWriter(path) as writer:
+        yield writer
+
+
+def _bar(steps: int, shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=steps, disable=None if shown else True, unit="step", dynamic_ncols=True)
+
+
+# Of a run
+
+
+@dataclass(frozen=True)
+class Networks:
+    """What a new solver consists of; sizes that are None follow from the budget.
+
+    Attributes:
+        initialiser: Whether the start is learned.
+        weights: See `HyperConfig`; likewise the next ones.
+        mixing: Whether the step length is learned.
+        plain_sum: Whether residuals are summed without weights.
+        products: Whether the step network sees inner products of residuals.
+        local: Whether positions of a sequence have weights of their own; None for wherever there are positions.
+        memory: Iterates combined.
+        compression: How a residual becomes a few numbers; None for what suits the state.
+        hidden: Inner size of the initialiser.
+        compressed: Numbers that a residual becomes.
+        width: Inner size of the step network.
+        budget: Largest share of the model's parameters.
+    """
+
+    initialiser: bool = True
+    weights: str = "shift"
+    mixing: bool = True
+    plain_sum: bool = False
+    products: bool = True
+    local: bool | None = None
+    memory: int = 6
+    compression: str | None = None
+    hidden: int | None = None
+    compressed: int | None = None
+    width: int | None = None
+    budget: float = 0.04
+
+    def settings(self) -> dict[str, Any]:
+        """As arguments of `hyper_solver_for`."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return values if values.pop("initialiser") else {**values, "source": None}
+
+
+@dataclass(frozen=True)
+class HyperRecipe:
+    """A fit in one file: `[solver]` and `[fit]`.
+
+    Attributes:
+        solver: What the solver consists of.
+        fit: How it is fitted.
+    """
+
+    solver: Networks = Networks()
+    fit: FitSettings = FitSettings()
+
+
+class Unread(dict[str, Any]):
+    """Metrics that nobody reads: a model is run for its equilibria alone."""
+
+    def __missing__(self, name: str) -> "Unread":
+        return self
+
+    def update(self, *values: Any, **named: Any) -> None:
+        """Take nothing in."""
+
+
+def fit_run(
+    run: str | Path,
+    recipe: HyperRecipe = HyperRecipe(),
+    *,
+    out: str | Path | None = None,
+    finetune: str | Path | None = None,
+    force: bool = False,
+    data_dir: str | None = None,
+    which: str = "best",
+    progress: bool = False,
+) -> dict[str, Any]:
+    """Fit a learned solver to the model of a run on its training inputs; writes solver.safetensors and fit.jsonl.
+
+    Args:
+        run: Folder of a run or of a checkpoint.
+        recipe: What and how.
+        out: Folder of the files; RUN/hyper by default.
+        finetune: A learned solver to go on with, e.g. of an earlier checkpoint; its file or the folder of that.
+        force: Overwrite a solver that is there.
+        data_dir: Where data files are.
+        which: Of a run: "best" or "latest" checkpoint.
+        progress: Whether to show a progress bar to a person at a terminal.
+
+    Returns:
+        A record: files, settings, seconds, parameters, and first and last values of the log.
+    """
+    from equipoise.train.checkpoint import check_writable
+    from equipoise.train.config import to_data
+    from equipoise.train.load import open_run
+
+    folder = Path(out) if out is not None else Path(run) / "hyper"
+    if (folder / FILE).exists() and not force:
+        raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
+    opened = open_run(run, "valid", data_dir, which=which)
+    solver = load_solver(finetune, device=opened.device) if finetune is not None else None
+    check_writable(folder)
+    log = folder / "fit.jsonl"
+    log.unlink(missing_ok=True)
+
+    def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
+        return opened.task.evaluation_step(model, batch.to(opened.device), carry, Unread())  # type: ignore[arg-type]
+
+    made = {} if solver is not None else recipe.solver.settings()
+    with opened.autocast():
+        fit = fit_hyper_solver(
+            opened.model,
+            opened.splits.train,
+            recipe.fit,
+            solver=solver,
+            forward=forward,
+            log=log,
+            progress=progress,
+            **made,
+        )
+    notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
+    path = save_solver(fit.solver, folder / FILE, opened.model, notes)
+    return {"run": str(run), "file": str(path), "log": str(log), "finetuned": finetune and str(finetune), **notes}

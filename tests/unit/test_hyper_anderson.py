@@ -1,0 +1,497 @@
+"""The learned solver: what it is before it is fitted, what it contains as special cases, what it may not do."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equipoise as eq
+from equipoise import Anderson, HyperAnderson, Ladder, Picard, Stop
+from equipoise._problem import Problem, StateSpec
+from equipoise.solvers import HyperConfig, WrongModelError, fingerprint, hyper_solver_for
+from equipoise.solvers import load_solver, named_solver, save_solver
+from equipoise.solvers.hyper_anderson import least_squares
+from tests.problems import gaussian, scaled_weight
+
+FIXED = Stop(rtol=0.0, max_steps=9, select="last")
+
+
+class Sequence(nn.Module):
+    """z_t = tanh(A z_t + B z_{t-1} + x_t): causal, (N, T, d)."""
+
+    def __init__(self, d: int = 6, norm: float = 0.5) -> None:
+        super().__init__()
+        self.here = nn.Parameter(scaled_weight(d, norm, 1).float())
+        self.before = nn.Parameter(scaled_weight(d, norm, 2).float())
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        before = nn.functional.pad(z[:, :-1], (0, 0, 1, 0))
+        return torch.tanh(z @ self.here.T + before @ self.before.T + x)
+
+
+class Images(nn.Module):
+    """Two resolutions that look at each other: (N, 3, H, W) and (N, 5, H/2, W/2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 5, 2, stride=2), nn.ConvTranspose2d(5, 3, 2, stride=2)
+
+    def initial_state(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(x), x.new_zeros(len(x), 5, x.shape[2] // 2, x.shape[3] // 2)
+
+    def forward(self, z: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x + 0.5 * self.up(z[1])), torch.tanh(self.down(z[0]))
+
+
+class Flat(nn.Module):
+    """(N, 10) from inputs of 4 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Parameter(scaled_weight(10, 0.9, 3).float()), nn.Linear(4, 10)
+
+    def initial_state(self, x: Tensor) -> Tensor:
+        return x.new_zeros(len(x), 10)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(z @ self.inner.T + self.outer(x))
+
+
+CELLS = {
+    "sequence": (Sequence(), gaussian(5, 7, 6, seed=4).float(), {"local": False}),
+    "local": (Sequence(), gaussian(5, 7, 6, seed=4).float(), {"local": True}),
+    "images": (Images(), gaussian(3, 3, 8, 6, seed=5).float(), {}),
+    "any": (Flat(), gaussian(6, 4, seed=6).float(), {}),
+}
+
+
+def made(name: str, **settings) -> tuple[eq.DEQ, Tensor, HyperAnderson]:
+    cell, x, own = CELLS[name]
+    deq = eq.DEQ(copy.deepcopy(cell), engine="eager")
+    settings = {"hidden": 8, "compressed": 6, "width": 7, **own, **settings}
+    return deq, x, hyper_solver_for(deq, x, budget=None, **settings)
+
+
+def shaken(solver: HyperAnderson, size: float = 0.1) -> HyperAnderson:
+    """The solver with weights as after some fitting."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in solver.parameters():
+            parameter.add_(size * torch.randn_like(parameter))
+    return solver
+
+
+def solved(deq: eq.DEQ, x: Tensor, solver: eq.Solver, stop: Stop = FIXED, **options) -> eq.Solution:
+    with torch.no_grad(), eq.override(deq, solver=solver, stop=stop):
+        return deq(x, **options)
+
+
+def leaves(tree) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def same(a, b, tolerance: float = 0.0) -> bool:
+    return all((x - y).abs().max() <= tolerance for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+# Special cases
+
+
+@pytest.mark.parametrize("weights", ["shift", "free", "newest"])
+@pytest.mark.parametrize("name", CELLS)
+def test_unfitted_it_is_the_plain_iteration(name, weights):
+    deq, x, solver = made(name, weights=weights)
+    assert same(solved(deq, x, solver).value, solved(deq, x, Picard()).value)
+    stop = Stop(rtol=1e-4, max_steps=60)
+    ours, plain = (solved(deq, x, s, stop, trace=True).stats for s in (solver, Picard()))
+    assert torch.equal(ours.steps, plain.steps)
+    assert torch.equal(ours.status, plain.status)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-11)])
+@pytest.mark.parametrize("memory", [1, 3, 6])
+def test_with_weights_of_least_squares_it_is_anderson(dtype, tolerance, memory):
+    deq, x, _ = made("any")
+    deq, x = deq.to(dtype), x.to(dtype)
+    solver = HyperAnderson.for_any(10, weights="least_squares", mixing=False, memory=memory)
+    assert solver.num_parameters == 0
+    expected = solved(deq, x, Anderson(memory=memory))
+    assert same(solved(deq, x, solver).value, expected.value, tolerance)
+    unfitted = HyperAnderson.for_any(10, weights="corrected", memory=memory).to(dtype)
+    assert same(solved(deq, x, unfitted).value, expected.value, tolerance)
+
+
+def test_anderson_with_another_step_length():
+    deq, x, solver = made("any", weights="least_squares", source=None, products=False)
+    with torch.no_grad():
+        solver.step.mixing.bias.fill_(-0.4)
+    assert same(solved(deq, x, solver).value, solved(deq, x, Anderson(mixing=0.6)).value, 1e-5)
+
+
+def test_least_squares_solves_the_bordered_system():
+    G = gaussian(4, 5, 9, seed=1)  # 4 systems, 5 residuals of 9 numbers
+    weights = least_squares(G @ G.mT, torch.float64)
+    ones = torch.ones(4, 5, 1, dtype=torch.float64)
+    border = torch.cat([torch.cat([G @ G.mT, ones], 2), torch.cat([ones.mT, torch.zeros(4, 1, 1)], 2)], 1)
+    right = torch.tensor([0.0] * 5 + [1.0], dtype=torch.float64).expand(4, 6)
+    assert torch.allclose(weights, torch.linalg.solve(border, right)[:, :5], rtol=1e-6, atol=1e-6)
+    broken = (G @ G.mT).clone()
+    broken[1] = torch.nan
+    assert least_squares(broken, torch.float64)[1].tolist() == [0, 0, 0, 0, 1]
+
+
+# A fitted solver
+
+
+def reference_step(solver: HyperAnderson, zs, gs, weights, mixing) -> Tensor:
+    """Σ α_i z_i + β Σ α_i g_i, term by term; weights (N, k), the newest last."""
+    total = torch.zeros_like(zs[-1])
+    for i in range(weights.shape[1]):
+        share = weights[:, i, None]
+        z, g = zs[len(zs) - weights.shape[1] + i], gs[len(gs) - weights.shape[1] + i]
+        residual = g if solver.config.plain_sum else share * g
+        total = total + share * z + mixing[:, None] * residual
+    return total
+
+
+@pytest.mark.parametrize("plain_sum", [False, True])
+@pytest.mark.parametrize("weights", ["shift", "softmax", "free", "corrected"])
+def test_the_update_is_the_published_one(weights, plain_sum):
+    deq, x, solver = made("any", weights=weights, plain_sum=plain_sum, memory=3, source=None)
+    shaken(solver)
+    problem = deq.problem(x)
+    z, state = solver.init(problem, problem.start(deq.start(x)))
+    zs, gs = [], []
+    with torch.no_grad():
+        for _ in range(7):
+            fz = problem.evaluate(z)
+            zs.append(z[0])
+            gs.append(fz[0] - z[0])
+            z, state = solver.propose(problem, z, fz, state)
+            assert state.weights.shape[1] == min(len(zs), 3)
+            if weights != "free":
+                assert (state.weights.sum(dim=1) - 1).abs().max() < 1e-5
+            expected = reference_step(solver, zs, gs, state.weights, state.mixing)
+            assert torch.allclose(z[0], expected, rtol=1e-4, atol=1e-5)
+    assert state.weights.std(dim=0).max() > 1e-4  # each system has its own
+    if weights == "softmax":
+        assert state.weights.min() >= 0
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_what_a_system_gets_does_not_depend_on_others(name):
+    deq, x, solver = made(name)
+    shaken(solver)
+    whole, part = solved(deq, x, solver).value, solved(deq, x[1:3], solver).value
+    assert same([leaf[1:3] for leaf in leaves(whole)], part, 1e-6)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_finished_systems_are_dropped_without_a_trace(name):
+    cell, x, own = CELLS[name]
+    x = torch.cat([x * scale for scale in (0.01, 0.1, 1.0, 2.0)])
+    deq, _, solver = made(name)
+    shaken(solver, 0.03)
+    stop = Stop(rtol=1e-4, max_steps=40)
+    seen = []
+    deq.cell.register_forward_hook(lambda module, inputs, output: seen.append(len(leaves(output)[0])))
+    dropped = solved(deq, x, solver, stop)
+    assert min(seen) < len(x)
+    deq.in_dims = None  # nothing can be dropped then
+    assert same(dropped.value, solved(deq, x, solver, stop).value, 1e-5)
+
+
+def test_positions_do_not_look_ahead():
+    deq, x, solver = made("local")
+    shaken(solver)
+    changed = x.clone()
+    changed[:, 4:] += 1.0
+    before, after = (solved(deq, item, solver).value for item in (x, changed))
+    assert (before[:, :4] - after[:, :4]).abs().max() < 1e-6
+    assert (before[:, 4:] - after[:, 4:]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["sequence", "local"])
+def test_the_first_guess_sees_a_position_and_two_before(kind):
+    deq, x, solver = made(kind)
+    shaken(solver, 0.3)
+    changed = x.clone()
+    changed[:, 3] += 1.0
+    problems = [deq.problem(item) for item in (x, changed)]
+    guesses = [solver.init(p, p.start(torch.zeros_like(x)))[0][0].view(x.shape) for p in problems]
+    differs = (guesses[0] - guesses[1]).abs().amax(dim=(0, 2)) > 1e-6
+    assert differs.tolist() == [False, False, False, True, True, True, False]
+
+
+def test_sizes_of_inputs_are_free():
+    deq, _, solver = made("sequence")
+    for length in (1, 2, 11):
+        assert solved(deq, torch.randn(2, length, 6), solver).value.shape == (2, length, 6)
+    deq, _, solver = made("images")
+    for height, width in ((2, 2), (12, 10)):
+        z = solved(deq, torch.randn(1, 3, height, width), shaken(solver)).value
+        assert z[1].shape == (1, 5, height // 2, width // 2)
+    solver = HyperAnderson.for_any(10, source=None, compressed=4, width=4)
+    assert solved(eq.DEQ(Sequence(3)), torch.randn(2, 5, 3), solver).value.shape == (2, 5, 3)
+
+
+def test_channels_last_states_are_the_same_problem():
+    deq, x, solver = made("images")
+    shaken(solver)
+    expected = solved(deq, x, solver).value
+    z0 = tuple(leaf.to(memory_format=torch.channels_last) for leaf in deq.start(x))
+    assert same(solved(deq, x, solver, z0=z0).value, expected, 1e-5)
+
+
+def test_half_precision_states_and_double_ones():
+    deq, x, solver = made("sequence")
+    shaken(solver)
+    expected = solved(deq, x, solver).value
+    double = copy.deepcopy(deq).double()
+    assert same(solved(double, x.double(), solver).value.float(), expected, 1e-4)
+    half = copy.deepcopy(deq).bfloat16()
+    assert same(solved(half, x.bfloat16(), solver).value.float(), expected, 0.1)
+
+
+def test_more_steps_than_remembered_go_on_falling():
+    deq, x, solver = made("any", memory=3)
+    trace = solved(deq, x, shaken(solver, 0.02), Stop(rtol=1e-6, max_steps=40), trace=True).stats
+    assert trace.ok.all()
+    assert trace.steps.min() > 2 * solver.config.memory
+
+
+def test_collected_weights_and_step_lengths():
+    deq, x, solver = made("any")
+    shaken(solver)
+    collected = solved(deq, x, solver, collect=("iterates", "weights", "mixing")).collected
+    assert len(collected["iterates"]) == FIXED.max_steps + 1
+    assert [w.shape[1] for w in collected["weights"]] == [1, 2, 3, 4, 5, 6, 6, 6, 6]
+    assert collected["mixing"][0].shape == (len(x),)
+
+
+# Starts
+
+
+def test_a_start_of_ones_own_is_kept():
+    deq, x, solver = made("any")
+    shaken(solver)
+    root = solved(deq, x, Anderson(), Stop(rtol=1e-6)).value
+    z0 = root.clone()
+    z0[0] = 0.0
+    problem = deq.problem(x)
+    start = solver.init(problem, problem.start(z0))[0][0]
+    assert torch.equal(start[1:], root[1:])
+    assert start[0].abs().max() > 0
+    replacing = HyperAnderson(dataclasses.replace(solver.config, warm="replace"))
+    replacing.load_state_dict(solver.state_dict())
+    assert not torch.equal(replacing.init(problem, problem.start(z0))[0][0][1:], root[1:])
+
+
+def test_a_cell_with_another_start_has_it_replaced():
+    deq = eq.DEQ(Flat(), initial_state=lambda x: x.new_ones(len(x), 10))
+    assert hyper_solver_for(deq, torch.randn(2, 4), budget=None).config.warm == "replace"
+
+
+def test_context_is_read_instead_of_the_inputs():
+    deq, x, _ = made("any")
+    solver = shaken(HyperAnderson.for_any(10, source=2, hidden=5))
+    a, b = (solved(deq, x, solver, context=torch.full((len(x), 2), value)).value for value in (0.0, 3.0))
+    assert not torch.equal(a, b)
+    with pytest.raises(ValueError, match=r"reads an input of 2 numbers, but the first one, of shape \(6, 4\), has 4"):
+        solved(deq, x, solver)
+
+
+def test_nothing_to_read():
+    z0 = torch.zeros(2, 10)
+    with pytest.raises(ValueError, match="has nothing to read"):
+        eq.fixed_point(lambda z: 0.5 * z + 1, z0, solver=HyperAnderson.for_any(z0, source=3))
+    with pytest.raises(ValueError, match="has nothing to read"):
+        deq, x, solver = made("any")
+        eq.fixed_point(deq.cell, z0, x[:2], adjoint=eq.Implicit(solver=solver)).value.sum().backward()
+
+
+# Safety
+
+
+class Rotation(nn.Module):
+    """Plain iteration turns and grows; the root is x / 1.25 or so."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 1.5 * torch.stack([-z[:, 1], z[:, 0]], dim=1) + x
+
+
+def test_the_best_iterate_stands_when_steps_are_bad():
+    deq, x = eq.DEQ(Rotation()), torch.randn(6, 2)
+    solver = shaken(HyperAnderson.for_any(2, source=2, hidden=4, compressed=4, width=4), 2.0)
+    solution = solved(deq, x, solver, Stop(rtol=1e-6, max_steps=8), trace=True)
+    measured = solution.stats.trace.nan_to_num(torch.inf)
+    assert not solution.stats.ok.any()
+    assert torch.allclose(solution.stats.residual, measured.min(dim=1).values)
+    assert (solution.stats.residual <= measured[:, 0]).all()  # never worse than where it began
+    z = solution.value
+    relative = (deq.cell(z, x) - z).norm(dim=1) / deq.cell(z, x).norm(dim=1)
+    assert torch.allclose(relative, solution.stats.residual, rtol=1e-4)
+
+
+def test_stalled_systems_are_handed_to_a_classic_solver():
+    deq, x = eq.DEQ(Rotation()), torch.randn(6, 2)
+    solver = shaken(HyperAnderson.for_any(2, source=2, hidden=4, compressed=4, width=4), 2.0)
+    stop = Stop(rtol=1e-4, max_steps=8)
+    assert not solved(deq, x, solver, stop).stats.ok.any()
+    guarded = solved(deq, x, Ladder((solver, Anderson())), stop)
+    assert guarded.stats.ok.all()
+    assert guarded.stats.nfe > 8
+
+
+def test_it_can_be_the_second_stage_and_keeps_what_the_first_found():
+    deq, x, solver = made("any")
+    ladder = Ladder((Anderson(), shaken(solver, 0.02)))
+    one = solved(deq, x, Anderson(), Stop(rtol=1e-5, max_steps=4))
+    two = solved(deq, x, ladder, Stop(rtol=1e-5, max_steps=4), trace=True)
+    assert not one.stats.ok.all()
+    assert (two.stats.residual <= one.stats.residual).all()
+    closure = eq.fixed_point(
+        lambda z: deq.cell(z, x), deq.start(x), solver=Ladder((Anderson(), HyperAnderson.for_any(10)))
+    )
+    assert closure.stats.ok.all()
+
+
+def test_a_system_that_is_not_finite_harms_no_other():
+    deq, x, solver = made("any")
+    shaken(solver)
+    bad = x.clone()
+    bad[2] = torch.nan
+    clean, spoiled = (solved(deq, item, solver, Stop(rtol=1e-3)) for item in (x, bad))
+    others = [0, 1, 3, 4, 5]
+    assert torch.allclose(clean.value[others], spoiled.value[others], atol=1e-6)
+    assert spoiled.stats.status[2] == eq.Status.NONFINITE
+
+
+# A module
+
+
+def test_it_belongs_to_its_deq_but_is_saved_apart():
+    deq, x, solver = made("any")
+    names = set(deq.state_dict())
+    deq.plan = deq.plan.replace(solver=solver)
+    assert {id(p) for p in solver.parameters()} <= {id(p) for p in deq.parameters()}
+    assert set(deq.state_dict()) == names
+    deq.double()
+    assert next(solver.parameters()).dtype == torch.float64
+    twin = copy.deepcopy(deq)
+    assert twin.plan.solver is not solver
+    assert "HyperAnderson(HyperConfig(kind='any'" in repr(deq)
+
+
+def test_gradients_of_a_model_with_a_learned_forward_solver():
+    deq, x, solver = made("any")
+    shaken(solver, 0.02)
+    grads = []
+    for forward in (Anderson(), solver):
+        deq.plan = eq.Plan(forward, eq.Implicit(stop=Stop(rtol=1e-6)), Stop(rtol=1e-6))
+        deq.zero_grad()
+        deq(x).value.square().sum().backward()
+        grads.append([p.grad.clone() for p in deq.cell.parameters()])
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*grads, strict=True))
+    assert all(p.grad is None for p in solver.parameters())
+
+
+def test_nothing_is_read_on_the_host():
+    """Tensors without values stand for a device: any look at one raises."""
+    assert HyperAnderson.capturable
+    for weights in ("shift", "softmax", "corrected"):
+        config = HyperConfig("sequence", (6,), 6, 8, compressed=4, width=4, weights=weights, local=True)
+        with torch.device("meta"):
+            solver, x = HyperAnderson(config), torch.zeros(3, 5, 6)
+            problem = Problem(lambda z, x: z + x, StateSpec.of(x), (x,), in_dims=0)
+        with torch.no_grad():
+            z, state = solver.init(problem, problem.start(x))
+            for _ in range(8):
+                z, state = solver.propose(problem, z, problem.evaluate(z), state)
+        assert z[0].shape == (3, 30)
+
+
+# Sizes
+
+
+def test_the_kind_is_seen_from_the_shapes():
+    for name, kind in (("sequence", "sequence"), ("images", "images"), ("any", "any")):
+        deq, x, solver = made(name)
+        assert solver.config.kind == kind
+        assert solver.config.source == {"sequence": 6, "images": 3, "any": 4}[name]
+    cell, x, _ = CELLS["sequence"]
+    free = hyper_solver_for(eq.DEQ(cell), x, source=None, budget=None)
+    assert free.initialiser is None
+    assert free.config.local
+    assert not hyper_solver_for(eq.DEQ(cell), x, compression="mean", budget=None).config.local
+
+
+def test_the_budget_is_kept():
+    cell, x = Sequence(64), torch.randn(2, 3, 64)
+    deq, base = eq.DEQ(cell), nn.Linear(500, 500)
+    solver = hyper_solver_for(deq, x, base=base)
+    most = 0.04 * sum(p.numel() for p in base.parameters())
+    assert most / 3 < solver.num_parameters <= most
+    assert hyper_solver_for(deq, x, base=base, budget=None).num_parameters > most
+    assert hyper_solver_for(deq, x, base=base, width=32).config.width == 32
+    smallest = hyper_solver_for(deq, x, budget=1e-9).config
+    assert (smallest.hidden, smallest.compressed, smallest.width) == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"kind": "sequense"}, "did you mean 'sequence'"),
+        ({"weights": "shfit"}, "did you mean 'shift'"),
+        ({"compression": "lowest"}, "unknown compression of sequence 'lowest'"),
+        ({"memory": 0}, "memory must be an integer of at least 1"),
+        ({"state": ()}, "at least one leaf"),
+        ({"warm": "no"}, "unknown way with a start"),
+        ({"kind": "any", "local": True}, "local concerns positions of sequences"),
+        ({"local": True, "compression": "mean"}, "a mean over positions"),
+    ],
+)
+def test_wrong_settings(settings, words):
+    with pytest.raises(ValueError, match=words):
+        HyperConfig(**{"kind": "sequence", "state": (4,), **settings})
+
+
+# Files
+
+
+def test_saved_and_loaded(tmp_path):
+    deq, x, solver = made("sequence", weights="softmax")
+    shaken(solver)
+    path = save_solver(solver, tmp_path / "hyper" / "solver.safetensors", deq, {"steps": 3})
+    for place in (path, path.parent, tmp_path):
+        loaded = load_solver(place, deq)
+        assert loaded.config == solver.config
+        assert same(solved(deq, x, loaded).value, solved(deq, x, solver).value)
+    assert isinstance(named_solver(f"hyper:{tmp_path}", deq), HyperAnderson)
+    assert named_solver("anderson") == Anderson()
+    assert [p.name for p in path.parent.iterdir()] == ["solver.safetensors"]
+
+
+def test_another_model_is_refused(tmp_path):
+    deq, _, solver = made("any")
+    path = save_solver(solver, tmp_path / "solver.safetensors", deq)
+    other = copy.deepcopy(deq)
+    assert fingerprint(other) == fingerprint(deq)
+    other.plan = other.plan.replace(solver=solver)
+    assert fingerprint(other) == fingerprint(deq)  # a learned solver is no part of the model
+    with torch.no_grad():
+        other.cell.outer.bias[0] += 1e-6
+    with pytest.raises(WrongModelError, match="was fitted to another model than this DEQ"):
+        load_solver(path, other)
+    assert load_solver(path, other, force=True).config == solver.config
+    assert load_solver(path).config == solver.config
+
+
+def test_files_that_are_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="`equipoise hyper RUN` writes one"):
+        load_solver(tmp_path)
+    (tmp_path / "solver.safetensors").write_text("no")
+    with pytest.raises(ValueError, match="cannot be read as a learned solver"):
+        load_solver(tmp_path)
