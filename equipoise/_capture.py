@@ -30,7 +30,7 @@ from equipoise._problem import Problem, StateSpec
 from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._scope import current_scope
 from equipoise._solution import BackwardRecord, EquilibriumWarning, Solution, Stats
-from equipoise._tape import recording_now
+from equipoise._tape import being_recorded, inline, recording_now, used_inline
 from equipoise._tree import Leaves, Tree, tree_tensors
 from equipoise.adjoints.base import refuse_double_backward, report_failure
 from equipoise.adjoints.implicit import Implicit
@@ -189,6 +189,7 @@ class CaptureEngine:
         _check_adjoint(plan, grad)
         start = deq.start(*inputs) if z0 is None else z0
         look, tensors = glance(deq, plan, inputs, start, grad) or (None, tree_tensors(inputs))
+        look = None if look is None else (inline(), look)
         problem = None
         with recording_now:
             known = self._known.get(look)
@@ -198,6 +199,7 @@ class CaptureEngine:
                 recording, known = self._study(look, deq, plan, problem, start, grad)
             self._clock += 1
             known.shape.used = self._clock
+            used_inline(recording)
             lease = Lease(recording)
         if problem is None and recording.constants.modules:  # else it can wait until the device is at work
             problem = known.problem(inputs)
@@ -223,7 +225,7 @@ class CaptureEngine:
         _check_steps(plan, problem.spec, grad)
         if self._restless:
             raise CannotCapture(RESTLESS)
-        key = key_of(deq, plan, problem, grad)
+        key = inline(), key_of(deq, plan, problem, grad)
         shape, recording = self._recording(key, deq, plan, problem, start, grad)
         like = Problem(problem.f, problem.spec, (), plain=problem.plain)
         like.in_dims = problem.in_dims
@@ -238,7 +240,7 @@ class CaptureEngine:
         if key in self._hopeless:
             raise CannotCapture(self._hopeless[key])
         _remember(self._seen, key, self._seen.get(key, 0) + 1, MOST_REMEMBERED)
-        if deq.engine == "auto" and self._seen[key] < WORTH_RECORDING:
+        if deq.engine == "auto" and not inline() and self._seen[key] < WORTH_RECORDING:
             raise CannotCapture("the shape is new")
         shape = self._shapes.get(key, _Shape())
         free = shape.free()
@@ -246,6 +248,8 @@ class CaptureEngine:
             return shape, free
         if len(shape.recordings) >= MOST_LEASES:
             raise CannotCapture(f"{MOST_LEASES} solves of this shape wait for their backward pass")
+        if being_recorded():
+            raise CannotCapture("what the solve is part of is being recorded, and nothing was prepared for it")
         made = self._record(key, deq, plan, problem, _detached(problem, start), grad)
         self.recorded += 1
         shape.recordings.append(made)
@@ -259,7 +263,7 @@ class CaptureEngine:
         before = Snapshot(deq.cell, problem.spec.device)
         try:
             made = Recording(deq, plan, problem, z0, grad)
-            self._restless = key_of(deq, plan, problem, grad) != key
+            self._restless = key_of(deq, plan, problem, grad) != key[1]
             if self._restless:
                 raise CannotCapture(RESTLESS)
             return made
@@ -303,7 +307,7 @@ def _check_surroundings() -> None:
         raise CannotCapture("a torch.func transform is around the solve")
     if current_scope() is not None:
         raise CannotCapture("the solve is inside another one")
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    if being_recorded() and not inline():
         raise CannotCapture("another recording is under way")
     if torch.is_anomaly_enabled():
         raise CannotCapture("anomaly detection looks at every gradient")
@@ -327,5 +331,7 @@ def _check_steps(plan: "Plan", spec: StateSpec, grad: bool) -> None:
         solves.append((plan.adjoint.solver, plan.adjoint.stop))
     for solver, stop in solves:
         obstacle = step_obstacle(solver, stop, spec)
+        if inline() and not stop.fixed_budget:
+            obstacle = "the host asks when a tolerance is met, which it cannot do inside of a larger recording"
         if obstacle:
             raise CannotCapture(obstacle)

@@ -298,17 +298,18 @@ class Loop:
             Evaluations made in all, and systems running; as many as there are if nobody asked.
         """
         most, pace = self.stop.max_steps, self._paces.setdefault(few, deque(maxlen=REMEMBERED))
-        quiet = min(pace, default=0)
+        quiet, asked = min(pace, default=0), False
         while done < most:
             steps = min(self.whole, most - done)
             self._pieces[steps, begins, False]()
             begins, done = False, done + steps
             if quiet <= done < most:
-                running = self._ask()
+                running, asked = self._ask(), True
                 if running <= few:
                     pace.append(self._needed(few))
                     return done, running
-        pace.append(most)
+        # If nobody asked, nobody knows: ask earlier next time, or solves that have become shorter would go unnoticed.
+        pace.append(most if asked else quiet - self.whole)
         return done, self.size
 
     def _ask(self) -> int:
@@ -389,8 +390,10 @@ def shrunk(tape: Graphs | Reruns, whole: Buffers, part: Part, method: Method) ->
 
     tape.rehearse(there_and_back)
     fetch()
-    recorded = [tape.record(put), tape.record(put_memory)]
-    return Level(Loop(tape, part.evaluate, buffers, method, fetch), *recorded)
+    put_back = tape.record(put)  # before the loop, whose rehearsals go on from what was fetched
+    # Some methods have no memory, and torch takes a graph of nothing for an accident.
+    put_memory_back = tape.record(put_memory) if whole.memory is not None else put_memory
+    return Level(Loop(tape, part.evaluate, buffers, method, fetch), put_back, put_memory_back)
 
 
 class Iteration:

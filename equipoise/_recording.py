@@ -304,6 +304,11 @@ class Recording:
         buffers = self.forward.loop.buffers
         return buffers.value, buffers.stats(self.method.stop, nfe + (self.backward is not None))
 
+    def let_go(self) -> None:
+        """Drop the graph at z*: for recordings run from Python, whose next solve makes it anew."""
+        if self.backward is not None:
+            self.adjoint.start, self.adjoint.image, self.adjoint.grads = [], [], ()
+
     def _shrunk(self, size: int) -> Level | None:
         """A loop for so many of the systems; None if that cannot be recorded."""
         try:

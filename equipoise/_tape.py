@@ -23,6 +23,47 @@ Work = Callable[[], None]
 recording_now = threading.RLock()
 
 
+class _Inline(threading.local):
+    def __init__(self) -> None:
+        self.used: list[Any] | None = None
+
+
+_inline = _Inline()
+
+
+@contextmanager
+def solves_inline(used: list[Any]) -> Iterator[None]:
+    """Meanwhile solves of this thread are part of something larger that is being recorded, or will be.
+
+    A graph cannot be replayed inside another one. So recordings of solves are run from Python here, also on CUDA
+    devices, on the buffers that were made for them before.
+
+    Args:
+        used: Takes the recordings that were used: a larger one refers to their buffers, so it must keep them alive.
+    """
+    before, _inline.used = _inline.used, used
+    try:
+        yield
+    finally:
+        _inline.used = before
+
+
+def inline() -> bool:
+    """Whether `solves_inline` is in effect."""
+    return _inline.used is not None
+
+
+def used_inline(recording: Any) -> None:
+    """Say that a recording is used where `solves_inline` may be in effect."""
+    if _inline.used is not None and all(recording is not known for known in _inline.used):
+        _inline.used.append(recording)
+
+
+def being_recorded() -> bool:
+    """Whether what is launched here goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def copy_all(places: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy many tensors, with one launch for those of one dtype if all are dense."""
     by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
@@ -53,7 +94,7 @@ def own_casts(device_type: str) -> Iterator[None]:
 
 
 class Reruns:
-    """Recordings that are run again from Python, for devices without graphs."""
+    """Recordings that are run again from Python: for devices without graphs, and inside of something larger."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -128,15 +169,31 @@ class Graphs:
 
         The second time it is an error to wait for the device. A recording that fails leaves more behind than this does.
         """
+        with self.aside():
+            run()
+            with self.no_waiting():
+                run()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream of recordings, with casts of their own; what comes before and after is waited for."""
         current, stream = torch.cuda.current_stream(self.device), self.side.stream
         stream.wait_stream(current)
         try:
             with torch.cuda.stream(stream), own_casts(self.device.type):
-                run()
-                with _waiting_is_an_error():
-                    run()
+                yield
         finally:
             current.wait_stream(stream)
+
+    @contextmanager
+    def no_waiting(self) -> Iterator[None]:
+        """Make it an error to wait for the device."""
+        before = torch.cuda.get_sync_debug_mode()
+        _set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            _set_sync_debug_mode(before)
 
     def together(self) -> AbstractContextManager[Any]:
         """Recordings that share casts: the first one makes them, so it must be replayed first."""
@@ -193,16 +250,6 @@ class Graphs:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
-    _set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        _set_sync_debug_mode(before)
-
-
 def _set_sync_debug_mode(mode: int | str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that this mode is a prototype
@@ -210,4 +257,4 @@ def _set_sync_debug_mode(mode: int | str) -> None:
 
 
 def tape_for(device: torch.device) -> Graphs | Reruns:
-    return Graphs(device) if device.type == "cuda" else Reruns(device)
+    return Graphs(device) if device.type == "cuda" and not inline() else Reruns(device)

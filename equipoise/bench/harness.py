@@ -10,12 +10,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from equipoise._registry import Registry
+from equipoise._tape import tape_for
 
 Work = Callable[[], Any]
 CaseFunction = Callable[[Sequence[str], torch.device, int], "list[Row]"]
@@ -234,6 +236,17 @@ def distance(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     size = math.hypot(*(float(b.double().norm()) for b in truth)) or 1.0
     error = math.hypot(*(float((a.double() - b.double()).norm()) for a, b in zip(found, truth, strict=True))) / size
     return error if math.isfinite(error) else math.inf
+
+
+def recorded(run: Callable[[], None], device: torch.device) -> Work:
+    """The same work, recorded once and replayed; what it refers to lives as long as the recording."""
+    tape = tape_for(device)
+    tape.rehearse(run)
+    return partial(_replay, tape.record(run), run)
+
+
+def _replay(replay: Work, kept: Work) -> None:
+    replay()
 
 
 def compared(found: Sequence[Tensor], truth: Sequence[Tensor], tolerance: float, against: str) -> Check:

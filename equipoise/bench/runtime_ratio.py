@@ -5,13 +5,13 @@ costs about as much as a whole untied network of equal parameters, which is meas
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from equipoise._tape import tape_for
-from equipoise.bench.harness import Check, Goal, Row, Work, compared, in_turns, register_case, replayed, tidy
+from equipoise.bench.harness import Check, Goal, Row, Work, compared, in_turns, recorded, register_case, replayed, tidy
 from equipoise.bench.models import SUBJECTS, TINY, Budget, Subject, Trainer
 from equipoise.solvers import Anderson, Broyden, Solver
 
@@ -111,7 +111,7 @@ class _Measurement:
     def _graph(self, name: str, work: Callable[[], Any]) -> Work:
         """The work as a CUDA graph, or as it is where it cannot be recorded."""
         try:
-            return _recorded(work, self.trainer.device)
+            return recorded(partial(_done, work), self.trainer.device)
         except RuntimeError as error:
             self.result.notes.append(f"{name} goes without a CUDA graph: {_first_line(error)}")
             work()
@@ -140,15 +140,8 @@ class _Measurement:
         return found
 
 
-def _recorded(work: Callable[[], Any], device: torch.device) -> Work:
-    """The same work, recorded once and replayed."""
-    tape: Any = tape_for(device)
-
-    def run() -> None:
-        work()
-
-    tape.rehearse(run)
-    return tape.record(run)  # type: ignore[no-any-return]
+def _done(work: Callable[[], Any]) -> None:
+    work()
 
 
 def _first_line(error: Exception) -> str:

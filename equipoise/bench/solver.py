@@ -8,9 +8,19 @@ from torch import Tensor
 
 from equipoise._module import Plan
 from equipoise._stop import Stop
-from equipoise._tape import tape_for
 from equipoise.bench.cells import SHAPES, TINY, Bench, Shape
-from equipoise.bench.harness import Goal, Row, Work, compared, distance, in_turns, register_case, replayed, tidy
+from equipoise.bench.harness import (
+    Goal,
+    Row,
+    Work,
+    compared,
+    distance,
+    in_turns,
+    recorded,
+    register_case,
+    replayed,
+    tidy,
+)
 from equipoise.bench.torchdeq import SKIPPED, Counted, solvers_by_evaluations
 from equipoise.solvers import Anderson, Broyden, Picard, Solver
 
@@ -86,9 +96,7 @@ def bare(bench: Bench, steps: int) -> Work:
             for _ in range(steps):
                 value = bench.f(value)
 
-    tape: Any = tape_for(bench.device)
-    tape.rehearse(run)
-    return tape.record(run)  # type: ignore[no-any-return]
+    return recorded(run, bench.device)
 
 
 def _solve(bench: Bench, solver: Solver, engine: str) -> Callable[[], Any]:

@@ -5,7 +5,9 @@ f twice more, once with a graph in the forward pass and once in the backward pas
 Jacobian and one for the parameters; ours does one evaluation less.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,8 @@ Map = Callable[[Tensor], Tensor]
 def torchdeq_solvers() -> dict[str, Callable[..., Any]]:
     """torchdeq's solvers by our names; empty if it is not installed."""
     try:
-        from torchdeq.solver import anderson_solver, broyden_solver, fixed_point_iter
+        with _its_own_warnings():
+            from torchdeq.solver import anderson_solver, broyden_solver, fixed_point_iter
     except ImportError:
         return {}
     return {"picard": fixed_point_iter, "anderson": anderson_solver, "broyden": broyden_solver}
@@ -42,12 +45,21 @@ def implicit_layer(steps: int, tolerance: float = 1e-30) -> Callable[..., Any] |
         tolerance: Relative; one that is never met fixes the number of steps.
     """
     try:
-        from torchdeq import get_deq
+        with _its_own_warnings():
+            from torchdeq import get_deq
     except ImportError:
         return None
     options = {"f_max_iter": steps, "b_max_iter": steps, "f_tol": tolerance, "b_tol": tolerance}
     modes = {"f_stop_mode": "rel", "b_stop_mode": "rel"}
     return get_deq(f_solver="anderson", b_solver="anderson", ift=True, **options, **modes)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _its_own_warnings() -> Iterator[None]:
+    """Where it is read for the first time: Python warns of escapes in its strings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        yield
 
 
 class Counted:

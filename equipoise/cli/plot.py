@@ -15,8 +15,9 @@ def plot(
     figure: Annotated[
         str,
         typer.Argument(
-            help="training, residual, nfe (from metrics.jsonl); convergence, steps, memory, time (from inspect.json); "
-            "or all that the runs have logs for.",
+            help="training, residual, nfe, iou (from metrics.jsonl); convergence, steps, memory, time, resolutions "
+            "(from inspect.json); benchmark (benchmark.json), pareto (pareto.json), masks (pictures.npz); or all that "
+            "the runs have logs for.",
             show_default=False,
         ),
     ],

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.base import Solver, as_solver
-from equipoise.solvers.hyper_anderson import HyperAnderson, HyperConfig
+from equipoise.solvers.hyper_anderson import HyperAnderson
 
 FILE = "solver.safetensors"
 PREFIX = "hyper:"

@@ -150,13 +150,13 @@ class Sketch(nn.Module):
 
     def _sums(self, leaf: Tensor) -> Tensor:
         n = leaf.shape[1]
-        key = (n, leaf.dtype, leaf.device)
+        width, key = math.ceil(n / self.stretches), (n, leaf.dtype, leaf.device)
         if key not in self._signs:  # kept, because a step consists of few operations
             with torch.inference_mode(False):
                 # Multiples of the golden ratio are spread evenly over an interval: no pattern that a state follows.
                 upper = (torch.arange(n, device=leaf.device) * 40_503) % 65_536 < 32_768
-                self._signs[key] = torch.where(upper, 1.0, -1.0).to(leaf.dtype)
-        width = math.ceil(n / self.stretches)
+                size = 1 / math.sqrt(width)  # so that a sum is as large as what is summed
+                self._signs[key] = torch.where(upper, size, -size).to(leaf.dtype)
         signed = pad(leaf * self._signs[key], (0, width * self.stretches - n))
         return signed.unflatten(1, (self.stretches, width)).sum(2)
 
@@ -174,14 +174,12 @@ class StepNet(nn.Module):
 
     def __init__(self, features: int, width: int) -> None:
         super().__init__()
-        self.inner = nn.Linear(TAPS * features, width)
-        self.weights = _silent(nn.Linear(TAPS * width, 1))
-        self.mixing = _silent(nn.Linear(TAPS * width, 1))
+        self.inner, self.out = nn.Linear(TAPS * features, width), _silent(nn.Linear(TAPS * width, 2))
 
     def forward(self, steps: Tensor) -> tuple[Tensor, Tensor]:
         """From (N, k, features), the newest last, to (N, k) and (N,); zeros before any fitting."""
-        taps = _neighbours(self.inner(_neighbours(steps)).relu())
-        return self.weights(taps).squeeze(2), self.mixing(taps[:, -1]).squeeze(1)
+        told = self.out(_neighbours(self.inner(_neighbours(steps)).relu()))
+        return told[:, :, 0], told[:, -1, 1]
 
 
 def _neighbours(steps: Tensor) -> Tensor:

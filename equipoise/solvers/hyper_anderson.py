@@ -1,6 +1,7 @@
 """Anderson's update with learned weights and step length, from a learned start."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,111 +10,21 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from equipoise import _leaves
-from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._history import History
 from equipoise._problem import StateSpec
-from equipoise._stop import tiny_norm
 from equipoise._tree import Leaves, tree_tensors
 from equipoise.solvers import _hyper_nets as nets
+from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State
 
 if TYPE_CHECKING:
-    from equipoise._module import DEQ
     from equipoise._problem import Problem
 
-COMPRESSIONS = {"sequence": ("last", "mean", "sketch"), "images": ("lowest", "sketch"), "any": ("sketch",)}
-"""Kinds of states, and how their residuals can be put into few numbers; the first is the default."""
-
-WEIGHTS = ("shift", "softmax", "free", "corrected", "least_squares", "newest")
 # Logit of the newest step in the softmax before any fitting: nearly all weight is there, yet others get a gradient.
 NEWEST_LOGIT = 4.0
-# Inner size below which a network is not made smaller to fit a budget.
-SMALLEST = 4
 # Sizes of logarithms of relative norms that the step network sees.
 MOST_DECADES = 8.0
-
-
-@dataclass(frozen=True)
-class HyperConfig:
-    """All that a learned solver is but its weights.
-
-    Attributes:
-        kind: "sequence" for leaves (N, T, d), "images" for leaves (N, C, H, W) from the highest resolution to the
-            lowest, "any" for anything else.
-        state: Features, channels, or all numbers of a system, by leaf.
-        source: Features, channels or numbers of the input that the initialiser reads; None for no initialiser.
-        hidden: Inner size of the initialiser.
-        compression: How a residual becomes a few numbers: "last" or "mean" (over positions), "lowest" (resolution),
-            "sketch" (any state); None for the first that suits the kind.
-        compressed: How many numbers.
-        width: Inner size of the step network.
-        memory: Iterates combined, as in `Anderson`.
-        weights: "shift" (learned, moved so that they sum to one), "softmax" (learned, between 0 and 1), "free"
-            (learned, any sum), "corrected" (Anderson's, plus learned ones that sum to zero), "least_squares"
-            (Anderson's), "newest" (all on the newest iterate).
-        mixing: Whether the step length is learned; it is 1 otherwise.
-        plain_sum: Add the sum of all residuals times the step length, instead of their weighted sum.
-        products: Whether the step network also sees inner products of residuals.
-        local: Of sequences: weights and a step length for each position, from its own residuals, instead of one set
-            for all. What a position gets does not depend on later ones.
-        warm: What becomes of a start that is not zero: "keep" it, or "replace" it by the learned one.
-    """
-
-    kind: str
-    state: tuple[int, ...]
-    source: int | None = None
-    hidden: int = 100
-    compression: str | None = None
-    compressed: int = 64
-    width: int = 64
-    memory: int = 6
-    weights: str = "shift"
-    mixing: bool = True
-    plain_sum: bool = False
-    products: bool = True
-    local: bool = False
-    warm: str = "keep"
-
-    def __post_init__(self) -> None:
-        if self.kind not in COMPRESSIONS:
-            raise unknown_name("kind of state", self.kind, COMPRESSIONS)
-        object.__setattr__(self, "state", tuple(self.state))
-        for name in ("hidden", "compressed", "width", "memory"):
-            require_count("HyperAnderson", name, getattr(self, name))
-        for size in (*self.state, *([] if self.source is None else [self.source])):
-            require_count("HyperAnderson", "sizes of state and source", size)
-        if not self.state:
-            raise ValueError("HyperAnderson: state must name the size of at least one leaf.")
-        if self.compression is None:
-            object.__setattr__(self, "compression", COMPRESSIONS[self.kind][0])
-        if self.compression not in COMPRESSIONS[self.kind]:
-            raise unknown_name(f"compression of {self.kind}", self.compression, COMPRESSIONS[self.kind])
-        if self.weights not in WEIGHTS:
-            raise unknown_name("kind of weights", self.weights, WEIGHTS)
-        if self.local and self.kind != "sequence":
-            raise ValueError(
-                f"HyperAnderson: local concerns positions of sequences; the state is of kind {self.kind!r}."
-            )
-        if self.local and self.compression == "mean":
-            raise ValueError('HyperAnderson: a mean over positions has no place where each is by itself; use "last".')
-        if self.warm not in ("keep", "replace"):
-            raise unknown_name("way with a start", self.warm, ("keep", "replace"))
-
-    @property
-    def learns_weights(self) -> bool:
-        """Whether the weights of iterates are learned."""
-        return self.weights in ("shift", "softmax", "free", "corrected")
-
-    @property
-    def solves(self) -> bool:
-        """Whether weights begin with those of least squares."""
-        return self.weights in ("corrected", "least_squares")
-
-    @property
-    def learns_steps(self) -> bool:
-        """Whether there is a step network at all."""
-        return self.learns_weights or self.mixing
 
 
 @dataclass
@@ -231,7 +142,7 @@ class HyperAnderson(Solver, nn.Module):
             images=History(rows, m, differentiable) if remembers else None,
             residuals=History(rows, m, differentiable) if residuals else None,
             series=z[0].new_zeros((n, m, config.compressed)),
-            gram=z[0].new_zeros((n, m, m), dtype=torch.float64) if looks else None,
+            gram=z[0].new_zeros((n, m, m), dtype=torch.float64 if config.solves else None) if looks else None,
             weights=z[0].new_ones((n, 1)),
             mixing=z[0].new_ones((n,)),
             positions=n // max(1, z[0].shape[0]),
@@ -241,7 +152,7 @@ class HyperAnderson(Solver, nn.Module):
         assert self.initialiser is not None
         if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
             return z
-        x = _source(problem, self.config)
+        x = _checked_source(problem, self.config)
         like = _shaped(problem.spec, z)
         dtype = next(self.initialiser.parameters()).dtype
         guess = [leaf.to(z[0].dtype) for leaf in self.initialiser(x.to(dtype), like)]
@@ -274,16 +185,16 @@ class HyperAnderson(Solver, nn.Module):
                 history.push(newest)
         if state.gram is not None and state.residuals is not None:
             state.gram = self._with_products(state.gram, state.residuals.dots(g).squeeze(1), state.count)
-        scores: Tensor | None = None
+        scores = lengthening = torch.zeros_like(state.mixing)
         if self.step is not None:
-            scores, lengthening = self.step(self._seen(shaped, state))
+            scores, lengthening = (part.to(z[0].dtype) for part in self.step(self._seen(shaped, state)))
             if config.mixing:
-                state.mixing = 1.0 + lengthening.to(z[0].dtype)
+                state.mixing = 1.0 + lengthening
         if config.weights == "newest":
             state.mixed = g
-            return _leaves.axpy(z, state.mixing, g) if config.mixing else fz
-        state.weights = self._weights(None if scores is None else scores.to(z[0].dtype), state)
-        return self._combined(state)
+            return _leaves.axpy(fz, lengthening, g) if config.mixing else fz
+        state.weights = self._weights(scores, state)
+        return self._combined(state, lengthening)
 
     def _with_products(self, gram: Tensor, row: Tensor, count: int) -> Tensor:
         """Inner products of residuals by age, a new row (N, k), given by slot, taken in."""
@@ -293,49 +204,49 @@ class HyperAnderson(Solver, nn.Module):
         return torch.cat([older, row[:, None]], dim=1)
 
     def _seen(self, g: Leaves, state: HyperState) -> Tensor:
-        """(N, k, features) what the step network is told of each remembered step; takes the newest one in."""
+        """(N, k, features) what the step network is told of each remembered step; takes the newest one in.
+
+        All of it is relative: the few numbers of a residual to its size, products to sizes, sizes to the newest one.
+        """
         assert self.compression is not None
         first = max(0, self.config.memory - state.count)
         few = self.compression([leaf.flatten(0, 1)[:, None] for leaf in g] if self.config.local else g)
-        few = few.to(state.series.dtype)
-        state.series = torch.cat([state.series[:, 1:], few[:, None]], dim=1)
+        state.series = torch.cat([state.series[:, 1:], few[:, None].to(state.series.dtype)], dim=1)
         series = state.series[:, first:]
-        sizes = torch.linalg.vector_norm(series, dim=2)
-        tiny = tiny_norm(series.dtype)
-        features = [series / (sizes.amax(dim=1) + tiny)[:, None, None]]
         if self._sees_products:
             assert state.gram is not None
-            sizes = state.gram.diagonal(dim1=1, dim2=2).clamp_min(tiny_norm(torch.float64)).sqrt()
-            features.append((state.gram / (sizes[:, :, None] * sizes[:, None, :]))[:, first:].to(series.dtype))
-            sizes = sizes[:, first:].to(series.dtype)
-        decades = torch.log10((sizes + tiny) / (sizes[:, -1:] + tiny))
-        features.append(decades.clamp(-MOST_DECADES, MOST_DECADES)[:, :, None])
+            squares, unknowns = state.gram.diagonal(dim1=1, dim2=2)[:, first:], sum(leaf[0].numel() for leaf in g)
+            unknowns //= state.positions
+        else:
+            squares, unknowns = series.square().sum(dim=2), series.shape[2]
+        inverse = squares.clamp_min(torch.finfo(squares.dtype).tiny).rsqrt()
+        features = [series * (inverse * math.sqrt(unknowns))[:, :, None].to(series.dtype)]
+        if self._sees_products:
+            assert state.gram is not None
+            products = state.gram[:, first:, first:] * inverse[:, :, None] * inverse[:, None]
+            features.append(pad(products, (first, 0)).to(series.dtype))
+        sizes = inverse.log10()
+        features.append((sizes[:, -1:] - sizes).clamp(-MOST_DECADES, MOST_DECADES)[:, :, None].to(series.dtype))
         return torch.cat(features, dim=2).to(next(self.parameters()).dtype)
 
-    def _weights(self, scores: Tensor | None, state: HyperState) -> Tensor:
+    def _weights(self, scores: Tensor, state: HyperState) -> Tensor:
         """(N, k) weights of iterates, the newest last."""
         if not self.config.solves:
-            assert scores is not None
             return self._normalised(scores)
         assert state.gram is not None
         first = max(0, self.config.memory - state.count)
         # They are where corrections begin, and are not learned through: near the root their derivatives are huge.
         best = least_squares(state.gram[:, first:, first:].detach(), state.weights.dtype)
-        if not self.config.learns_weights or scores is None:
-            return best
-        return best + (scores - scores.mean(dim=1, keepdim=True))
+        return best + (scores - scores.mean(dim=1, keepdim=True)) if self.config.learns_weights else best
 
     def _normalised(self, scores: Tensor) -> Tensor:
-        """Weights (N, k) of iterates, the newest last."""
-        k, kind = scores.shape[1], self.config.weights
-        newest = torch.zeros_like(scores[:1])
-        newest[:, -1] = NEWEST_LOGIT if kind == "softmax" else 1.0
-        scores = scores + newest
+        """Weights (N, k) of iterates, the newest last: scores with one more for the newest, made to sum to one."""
+        kind = self.config.weights
         if kind == "softmax":
-            return scores.softmax(dim=1)
-        return scores if kind == "free" else scores + (1.0 - scores.sum(dim=1, keepdim=True)) / k
+            return _raised(scores + 0.0, NEWEST_LOGIT).softmax(dim=1)
+        return _raised(scores + 0.0 if kind == "free" else scores - scores.mean(dim=1, keepdim=True), 1.0)
 
-    def _combined(self, state: HyperState) -> Leaves:
+    def _combined(self, state: HyperState, lengthening: Tensor) -> Leaves:
         """Σ α_i z_i + β Σ α_i g_i, as Σ α_i f(z_i) + Σ (β − 1) α_i g_i."""
         assert state.images is not None
         config = self.config
@@ -347,8 +258,7 @@ class HyperAnderson(Solver, nn.Module):
         if not (config.mixing or config.plain_sum):
             return proposal
         assert state.residuals is not None
-        length = state.mixing[:, None]
-        shares = length - weights if config.plain_sum else (length - 1.0) * weights
+        shares = state.mixing[:, None] - weights if config.plain_sum else lengthening[:, None] * weights
         return state.residuals.combine(shares, onto=proposal)
 
     @property
@@ -357,6 +267,12 @@ class HyperAnderson(Solver, nn.Module):
 
     def __repr__(self) -> str:
         return f"HyperAnderson({self.config}, {self.num_parameters:,} parameters)"
+
+
+def _raised(scores: Tensor, by: float) -> Tensor:
+    """Scores (N, k), a tensor of one's own, with the newest raised."""
+    scores[:, -1] += by
+    return scores
 
 
 def least_squares(gram: Tensor, dtype: torch.dtype) -> Tensor:
@@ -379,67 +295,6 @@ def least_squares(gram: Tensor, dtype: torch.dtype) -> Tensor:
     plain = torch.zeros_like(weights)
     plain[:, -1] = 1.0
     return torch.where(weights.isfinite().all(dim=1, keepdim=True), weights, plain).to(dtype)
-
-
-def hyper_solver_for(
-    deq: "DEQ", *inputs: Any, base: nn.Module | None = None, budget: float | None = 0.04, **settings: Any
-) -> HyperAnderson:
-    """A learned solver, not yet fitted, that suits the states and inputs of a DEQ.
-
-    States (N, T, d) with a first input (N, T, ...) are sequences, whose positions get weights of their own, unless
-    `local=False`; states of maps (N, C, H, W) are images, and all others are taken as flat. Its inner sizes are halved until it has at most `budget` times the parameters of the model, or they
-    cannot be: see `num_parameters`.
-
-    Args:
-        deq: What to solve for.
-        *inputs: Of the DEQ.
-        base: The model whose parameters count; the DEQ's cell if None.
-        budget: Largest share of the model's parameters; None for any.
-        **settings: Of `HyperConfig`; `source=None` for no initialiser.
-    """
-    start = deq.start(*inputs)
-    spec = StateSpec.of(start, deq.batch_dims)
-    found = _detected(spec, inputs)
-    # Weights by position reach the equilibrium sooner than weights by sequence; see docs/hyper.md.
-    found["local"] = found["kind"] == "sequence" and settings.get("compression") != "mean"
-    config = HyperConfig(**{**found, **settings})
-    if any(bool(leaf.any()) for leaf in tree_tensors(start)) and "warm" not in settings:
-        config = dataclasses.replace(config, warm="replace")  # else the initialiser would never be asked
-    if budget is not None:
-        require_number("hyper_solver_for", "budget", budget, low=0.0, open_low=True)
-        most = budget * sum(parameter.numel() for parameter in (base or deq.cell).parameters())
-        config = _within(config, most, fixed=set(settings))
-    return HyperAnderson(config).to(spec.device)
-
-
-def _detected(spec: StateSpec, inputs: tuple[Any, ...]) -> dict[str, Any]:
-    """Kind, sizes of the state and size of the source."""
-    shapes = [shape[spec.batch_dims :] for shape in spec.shapes]
-    candidates = [t for t in tree_tensors(inputs) if t.is_floating_point() and t.dim() and len(t) == spec.num_systems]
-    x = candidates[0] if candidates else None
-    ranks = {len(shape) for shape in shapes}
-    if spec.batch_dims == 1 and ranks == {2} and (x is None or (x.dim() == 3 and x.shape[1] == shapes[0][0])):
-        return {"kind": "sequence", "state": [s[1] for s in shapes], "source": None if x is None else x.shape[2]}
-    if spec.batch_dims == 1 and ranks == {3} and (x is None or x.dim() == 4):
-        return {"kind": "images", "state": [s[0] for s in shapes], "source": None if x is None else x.shape[1]}
-    source = None if x is None or spec.batch_dims != 1 else x[0].numel()
-    return {"kind": "any", "state": [shape.numel() for shape in shapes], "source": source}
-
-
-def _within(config: HyperConfig, most: float, fixed: set[str]) -> HyperConfig:
-    """The settings with inner sizes small enough for so many parameters, or as small as they get."""
-    sizes = [name for name in ("hidden", "compressed", "width") if name not in fixed]
-    while sizes and _count(config) > most:
-        smaller = {name: max(SMALLEST, getattr(config, name) // 2) for name in sizes}
-        if all(value == getattr(config, name) for name, value in smaller.items()):
-            break
-        config = dataclasses.replace(config, **smaller)
-    return config
-
-
-def _count(config: HyperConfig) -> int:
-    with torch.device("meta"):
-        return HyperAnderson(config).num_parameters
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
@@ -467,9 +322,9 @@ def _shaped(spec: StateSpec, z: Leaves) -> Leaves:
     for leaf, shape, order in zip(z, spec.shapes, spec.orders, strict=True):
         event = list(shape[spec.batch_dims :])
         if order is None or spec.batch_dims != 1:
-            shaped.append(leaf.view(-1, *event))
+            shaped.append(leaf.view(leaf.shape[0], *event))
             continue
-        stored = leaf.view(-1, *(shape[axis] for axis in order[1:]))
+        stored = leaf.view(leaf.shape[0], *(shape[axis] for axis in order[1:]))
         shaped.append(stored.permute([order.index(axis) for axis in range(len(order))]))
     return shaped
 
@@ -483,23 +338,29 @@ def _flat(spec: StateSpec, leaves: Leaves) -> Leaves:
     return flat
 
 
-def _source(problem: "Problem", config: HyperConfig) -> Tensor:
-    """What the initialiser reads: the first tensor with a row per system, of the context or else of the inputs."""
+def source_of(problem: "Problem") -> Tensor | None:
+    """What an initialiser reads: the first tensor with a row per system, of the context or else of the inputs."""
+    inputs: Any = problem.context
+    if inputs is None:
+        own = [item for item, dim in zip(problem.inputs, problem.in_dims, strict=True) if dim == 0]
+        inputs = own or problem.inputs  # a closure does not say what belongs to systems
     n = problem.spec.num_systems
-    axis = {"sequence": -1, "images": 1}.get(config.kind)
-    for tensor in tree_tensors(problem.inputs if problem.context is None else problem.context):
-        if not tensor.is_floating_point() or tensor.dim() == 0 or tensor.shape[0] != n:
-            continue
-        size = tensor[:1].numel() if axis is None else tensor.shape[axis] if tensor.dim() > 1 else 0
-        if size != config.source:
-            raise ValueError(
-                f"HyperAnderson: the initialiser reads an input of {config.source} "
-                f"{'features' if config.kind == 'sequence' else 'channels' if config.kind == 'images' else 'numbers'}, "
-                f"but the first one, of shape {tuple(tensor.shape)}, has {size}; fit a solver for this model, or pass "
-                "what it was fitted with as context."
-            )
-        return tensor
-    raise ValueError(
-        "HyperAnderson: the initialiser has nothing to read: no input of the problem, and no context, is a tensor with "
-        "a row per system. Use a solver without one (source=None) here."
-    )
+    found = (t for t in tree_tensors(inputs) if t.is_floating_point() and t.dim() > 1 and t.shape[0] == n)
+    return next(found, None)
+
+
+def _checked_source(problem: "Problem", config: HyperConfig) -> Tensor:
+    x = source_of(problem)
+    if x is None:
+        raise ValueError(
+            "HyperAnderson: the initialiser has nothing to read: no input of the problem, and no context, is a tensor "
+            "with a row per system. Use a solver without one (source=None) here."
+        )
+    axis, things = {"sequence": (-1, "features"), "images": (1, "channels")}.get(config.kind, (None, "numbers"))
+    size = x.shape[1:].numel() if axis is None else x.shape[axis]
+    if size != config.source:
+        raise ValueError(
+            f"HyperAnderson: the initialiser reads an input of {config.source} {things}, but the first one, of shape "
+            f"{tuple(x.shape)}, has {size}; fit a solver for this model, or pass what it was fitted with as context."
+        )
+    return x

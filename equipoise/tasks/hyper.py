@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from equipoise.solvers._hyper_choice import hyper_solver_for
 from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
-from equipoise.solvers.hyper_anderson import HyperAnderson, hyper_solver_for
+from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import (
     PUBLISHED,
     Balance,
@@ -119,6 +120,7 @@ def hyper_step(
     finite = bool(torch.isfinite(size))
     if finite:
         optimiser.step()
+    optimiser.zero_grad(set_to_none=True)  # else those who clip the gradients of the whole model would meet these
     keys = list(dict.fromkeys(key for record in records for key in record))
     means = {key: torch.stack([record[key] for record in records if key in record]).mean() for key in keys}
     return {**means, "gradient": size, "skipped": torch.tensor(float(not finite))}, carry
@@ -161,7 +163,7 @@ def fit_hyper_solver(
         progress: Whether to show a progress bar to a person at a terminal.
         **sizes: Of `hyper_solver_for`, where `solver` is not given.
     """
-    stream = _stream(batches)
+    stream, fresh = _stream(batches), solver is None
     if solver is None:
         solver = _made_for(model, next(stream), settings, forward, sizes)
         stream = _stream(batches)
@@ -185,7 +187,7 @@ def fit_hyper_solver(
                 forward=forward,
                 carry=carry,
                 balance=balance,
-                progress=share,
+                progress=share if fresh else 1.0,  # what makes weights Anderson's at first is not for fitted ones
             )
             bar.update()
             if step % log_every == 0 or step == settings.steps - 1:

@@ -22,6 +22,7 @@ from equipoise._stop import Stop
 from equipoise._tree import Tree, tree_tensors
 from equipoise.adjoints import Implicit
 from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
+from equipoise.diagnostics.resolutions import resolution_curves
 from equipoise.penalties import jacobian_penalty
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.load import TrainedRun, open_run
@@ -146,7 +147,8 @@ def _equilibrium(
     opened: TrainedRun, split: str, batches: int, notes: list[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """What concerns the equilibrium, or nothing and a note."""
-    nothing: dict[str, Any] = {"spectral_radius": None, "gradient": None, "convergence": {}, "steps": None}
+    nothing: dict[str, Any] = {"spectral_radius": None, "gradient": None, "convergence": {}, "resolutions": {}}
+    nothing["steps"] = None
     if not _deqs(opened.model):
         notes.append("The model has no equilibrium: only memory and time of a training step were measured.")
         return nothing
@@ -164,6 +166,7 @@ def _equilibrium(
         "spectral_radius": {"values": radius, "median": statistics.median(radius), "max": max(radius)},
         "gradient": gradient,
         "convergence": convergence,
+        "resolutions": _resolutions(solved[0]),
         "steps": _steps(solved),
     }
 
@@ -244,6 +247,16 @@ def _convergence(solved: Iterable[_Solved], solver: str) -> dict[str, list[float
         finite = int(curve.isfinite().long().cumprod(0).sum())
         curves[name] = curve[:finite].tolist()
     return curves
+
+
+def _resolutions(first: _Solved) -> dict[str, dict[str, list[float]]]:
+    """The same for each resolution of an image model, by the solver of the plan, on the first batch."""
+    problem = first.solution.problem
+    assert problem is not None
+    if len(problem.spec.shapes) < 2:
+        return {}
+    steps = min(max(first.plan.stop.max_steps, _TRACE[0]), _TRACE[1])
+    return resolution_curves(problem, first.start, first.plan.solver, steps)
 
 
 def _steps(solved: Sequence[_Solved]) -> dict[str, Any]:

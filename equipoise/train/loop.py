@@ -3,6 +3,7 @@
 import json
 import os
 import time
+import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._draws import rows_of
+from equipoise._draws import Rows, rows_of
 from equipoise._errors import unknown_name
 from equipoise._module import solutions_of
+from equipoise._solution import EquilibriumWarning
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
+from equipoise.train.captured_step import CapturedSteps, Pass, obstacle
 from equipoise.train.checkpoint import (
     GracefulStop,
     check_writable,
@@ -125,6 +128,7 @@ class _Run:
         self.horizon = Horizon(settings.steps, self.splits.epoch)
         if resume:
             self.state.restore(out / CHECKPOINTS, self.processes)
+        self.captured = self._captured_steps() if settings.capture else None
         self.started = time.perf_counter() - self.state.seconds
         self.pace = Pace()
         if self.processes.main:  # after all that can be refused, so that a refusal changes nothing
@@ -170,42 +174,91 @@ class _Run:
             return None
         return next((reason for reason in self.processes.gather(stop.reason) if reason), TIME_IS_UP)
 
+    def _captured_steps(self) -> CapturedSteps | None:
+        state, device = self.state, self.processes.device
+        reason = obstacle(device, state.stepper, state.shares, self.processes.count)
+        if reason is None:
+            return CapturedSteps(self._pass, self.model, state.stepper, state.average, device)
+        warnings.warn(f"train.capture: {reason}; no step is recorded.", EquilibriumWarning, stacklevel=4)
+        return None
+
     def _train_step(self) -> dict[str, Tensor]:
         """One optimiser step; every draw in it is keyed by the seed, the step and the row."""
-        state, self.plan = self.state, self._apply_plan()
+        state = self.state
+        self.plan = None if self.schedule is None else self.schedule.at(state.step)
+        factor = self.recipe.train.learning_rate.factor(state.step, self.horizon)
+        factor *= state.plateau.scale if state.plateau else 1.0
+        batch = self._batch(state.shares[0])
+        losses = self._captured_step(batch, factor) if self.captured is not None else None
+        return self._ordinary_step(batch, factor) if losses is None else losses
+
+    def _captured_step(self, batch: Any, factor: float) -> dict[str, Tensor] | None:
+        assert self.captured is not None
+        state, (share,) = self.state, self.state.shares
+        seed = step_seed(self.recipe.train.seed, state.step)
+        made = self.captured.step(batch, share.carry, self.plan, factor=factor, seed=seed, step=state.step)
+        return None if made is None else self._note(share, batch, made)
+
+    def _ordinary_step(self, batch: Any, factor: float) -> dict[str, Tensor]:
+        state = self.state
+        if self.plan is not None:
+            self.plan.apply(self.model)
         self.model.train()
         sums: dict[str, Tensor] = {}
-        for share in state.shares:
-            for name, loss in self._add_gradient(share).items():
+        for number, share in enumerate(state.shares):
+            batch = self._batch(share) if number else batch
+            if not batch.rows.count:
+                continue
+            torch.manual_seed(step_seed(self.recipe.train.seed, state.step))
+            weight = self.plan.penalty_weight if self.plan is not None else 0.0
+            made = self._pass(batch, batch.rows, share.carry, weight, state.step)
+            for name, loss in self._note(share, batch, made).items():
                 sums[name] = sums[name] + loss if name in sums else loss
         self.processes.add_gradients(self.model)
-        factor = self.recipe.train.learning_rate.factor(state.step, self.horizon)
-        state.stepper.step(self.model, factor * (state.plateau.scale if state.plateau else 1.0))
+        state.stepper.step(self.model, factor)
         if state.average is not None:
             state.average.update(self.model, state.step)
         return sums
 
-    def _add_gradient(self, share: Share) -> dict[str, Tensor]:
-        """Add the gradient of a share of the batch; returns its part of the losses of the whole."""
-        state, plan = self.state, self.plan
-        batch = share.splits.train(state.step).to(self.processes.device)
+    def _batch(self, share: Share) -> Any:
+        batch = share.splits.train(self.state.step).to(self.processes.device)
         share.rows = batch.rows
-        if not batch.rows.count:
-            return {}
-        torch.manual_seed(step_seed(self.recipe.train.seed, state.step))
-        with rows_of(batch.rows), self.accelerator.autocast(), solutions_of(self.model) as solutions:
-            losses, share.carry = self.task.training_step(self.model, batch, share.carry, state.step)
+        return batch
+
+    def _pass(self, batch: Any, rows: Rows, carry: Any, penalty_weight: float | Tensor, step: int) -> Pass:
+        """Add the gradient of a share of the batch; its losses are its part of those of the whole.
+
+        Args:
+            batch: The share.
+            rows: Which rows it holds.
+            carry: What its last batch left.
+            penalty_weight: That of the plan, or a tensor that holds it.
+            step: Number of the step.
+        """
+        plan = self.plan
+        with rows_of(rows), self.accelerator.autocast(), solutions_of(self.model) as solutions:
+            losses, carry = self.task.training_step(self.model, batch, carry, step)
             total = losses["loss"]
             if plan is not None and plan.penalty_weight > 0:
                 penalties = [jacobian_penalty(solution, probes=plan.penalty_probes) for solution, _ in solutions]
                 losses["penalty"] = torch.stack(penalties).mean()
-                total = total + plan.penalty_weight * losses["penalty"]
-        state.stepper.backward(total * batch.rows.weight)
-        for solution, used in solutions:
-            state.forward.add(solution.stats, used.stop)
-            state.backward.add(solution.backward, getattr(used.adjoint, "stop", None))
+                total = total + penalty_weight * losses["penalty"]
+        self.state.stepper.backward(total * rows.weight)
+        return Pass(
+            losses={name: loss.detach() * rows.weight for name, loss in losses.items()},
+            carry=carry,
+            forward=[(solution.stats, used.stop) for solution, used in solutions],
+            backward=[(solution.backward, getattr(used.adjoint, "stop", None)) for solution, used in solutions],
+        )
+
+    def _note(self, share: Share, batch: Any, made: Pass) -> dict[str, Tensor]:
+        """Take in what a pass made; returns its losses."""
+        share.carry = made.carry
+        for window, solves in ((self.state.forward, made.forward), (self.state.backward, made.backward)):
+            for stats, stop in solves:
+                window.add(stats, stop)
         self.pace.add_items(*self.task.items(batch))
-        return {name: loss.detach() * batch.rows.weight for name, loss in losses.items()}
+        return made.losses
 
     def _apply_plan(self, budget: int | None = None) -> StepPlan | None:
         """Set the plans of this step, with another step budget for evaluations if one is given."""
@@ -285,7 +338,8 @@ class _Run:
             record |= {"phase": plan.phase, "max_steps": plan.plan.stop.max_steps}
             record |= {"penalty_weight": plan.penalty_weight} if plan.penalty_weight > 0 else {}
         if self.processes.device.type == "cuda":
-            record["peak_memory"] = max(gather(torch.cuda.max_memory_allocated()))
+            replayed = self.captured.peak_memory if self.captured is not None else 0
+            record["peak_memory"] = max(gather(max(replayed, torch.cuda.max_memory_allocated())))
             torch.cuda.reset_peak_memory_stats()
         return {**record, "forward": state.forward.summary(gather), "backward": state.backward.summary(gather)}
 

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -127,7 +127,14 @@ class SGD(Optimiser):
             raise ValueError("SGD: nesterov needs momentum > 0.")
 
     def make(self, groups: list[dict[str, Any]]) -> Optimizer:
-        return torch.optim.SGD(groups, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov, fused=_fused(groups))
+        options: dict[str, Any] = {"momentum": self.momentum, "nesterov": self.nesterov, "fused": _fused(groups)}
+        optimizer = torch.optim.SGD(groups, lr=self.lr, **options)
+        if options["fused"] and self.momentum > 0:
+            # Else a refused first step would leave the momentum arbitrary; from zero the first step is the same.
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        return optimizer
 
 
 def _fused(groups: list[dict[str, Any]]) -> bool | None:
@@ -216,17 +223,19 @@ class Clip:
 class GradientGuard:
     """Clips gradients, and refuses steps whose gradient is not finite.
 
+    Norms may be read, and refusals counted, later than they were found: nothing has to wait for the device.
+
     Attributes:
-        skipped: Steps refused so far.
+        skipped: Steps refused so far, as far as they have been counted.
         skipped_in_a_row: Those since the last step that was made.
-        norm: Total norm of the newest gradients, before clipping.
+        norm: Total norm of the newest gradients that have been counted, before clipping.
     """
 
     def __init__(self, settings: Clip) -> None:
         self.settings = settings
         self.skipped = self.skipped_in_a_row = 0
         self.norm = math.nan
-        self._unread: tuple[Tensor, nn.Module] | None = None
+        self._unread: list[Tensor] = []
 
     def check(self, model: nn.Module) -> bool:
         """Clip the gradients of `model` in place; False if the step must not be made.
@@ -236,48 +245,54 @@ class GradientGuard:
         Raises:
             NonFiniteGradientError: After `give_up` refusals in a row.
         """
-        self.mark(model)
-        self.catch_up()
+        self.note(self.clip(model))
+        self.catch_up(model)
         return self.skipped_in_a_row == 0
 
-    def mark(self, model: nn.Module) -> Tensor:
-        """As `check`, without waiting for the device: 1.0 if the step must not be made, 0.0 otherwise.
-
-        The norm is read, and refusals are counted, by the next call or by `catch_up`.
-        """
-        self.catch_up()
+    def clip(self, model: nn.Module) -> Tensor:
+        """Clip the gradients of `model` in place; returns their norm before, to be noted. Waits for nothing."""
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if not gradients:
             raise RuntimeError(f"no parameter of {type(model).__name__} has a gradient; was backward() called?")
         total = _whole(nn.utils.get_total_norm(gradients))
         if self.settings.max_norm is not None:
             nn.utils.clip_grads_with_norm_(model.parameters(), self.settings.max_norm, total)
-        self._unread = total, model
-        return (~total.isfinite()).float()
+        return total
 
-    def catch_up(self) -> None:
-        """Read what has been marked and not yet been counted."""
-        if self._unread is None:
-            return
-        (total, model), self._unread = self._unread, None
-        self.norm = float(total)
-        if math.isfinite(self.norm):
-            self.skipped_in_a_row = 0
-        else:
-            self._refuse(model)
+    def note(self, norm: Tensor) -> None:
+        """Take in the norm of a step, to be counted by `catch_up`."""
+        self._unread.append(norm)
 
-    def _refuse(self, model: nn.Module) -> None:
-        self.skipped += 1
-        self.skipped_in_a_row += 1
-        if self.skipped_in_a_row < self.settings.give_up:
+    def catch_up(self, model: nn.Module | None = None, beyond: int = 0) -> None:
+        """Count what has been noted.
+
+        Args:
+            model: Whose gradients an error may look at; None if they are gone.
+            beyond: If no more than so many were noted, nothing is read.
+
+        Raises:
+            NonFiniteGradientError: After `give_up` refusals in a row.
+        """
+        if len(self._unread) <= beyond:
             return
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        unread, self._unread = self._unread, []
+        for norm in unread[0][None].tolist() if len(unread) == 1 else torch.stack(unread).tolist():
+            self.norm = norm
+            self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
+            self.skipped += self.skipped_in_a_row > 0
+            if self.skipped_in_a_row >= self.settings.give_up:
+                self._give_up(model)
+
+    def _give_up(self, model: nn.Module | None) -> None:
+        named = model.named_parameters() if model is not None else ()
+        gradients = {name: p.grad for name, p in named if p.grad is not None}
         bad = [name for name, grad in gradients.items() if not _whole(grad.isfinite().all())]
         where = f"first in {', '.join(bad[:3])}" if bad else "each is finite, their norm overflows"
+        found = f" ({where}; {len(bad)} of {len(gradients)} tensors)" if gradients else ""
         raise NonFiniteGradientError(
-            f"{self.skipped_in_a_row} steps in a row had non-finite gradients ({where}; {len(bad)} of "
-            f"{len(gradients)} tensors); {self.skipped} steps were skipped in all. Lower the learning rate, or look "
-            "at the failures of the forward and backward solves in the log."
+            f"{self.skipped_in_a_row} steps in a row had non-finite gradients{found}; {self.skipped} steps were "
+            "skipped in all. Lower the learning rate, or look at the failures of the forward and backward solves in "
+            "the log."
         )
 
     def metrics(self) -> dict[str, float | int]:
@@ -322,12 +337,46 @@ class Stepper:
             if self.guard.check(model):
                 self.scaler.step(self.optimizer)
             self.scaler.update()  # after a refusal too: it lowers the scale
-        elif getattr(self.optimizer, "_step_supports_amp_scaling", False):  # what a fused optimiser has
-            self.optimizer.found_inf = self.guard.mark(model)  # type: ignore[attr-defined]
-            self.optimizer.step()
+        elif self.refuses_by_itself:
+            self.guard.catch_up(model)
+            norm = self.guard.clip(model)
+            self.guard.note(norm)
+            self.apply(norm)
         elif self.guard.check(model):
             self.optimizer.step()
         self.optimizer.zero_grad()
+
+    @property
+    def refuses_by_itself(self) -> bool:
+        """Whether a step is made or refused on the device: what a fused optimiser can do."""
+        return self.scaler is None and getattr(self.optimizer, "_step_supports_amp_scaling", False)
+
+    def apply(self, norm: Tensor) -> None:
+        """Make a step, or refuse it if the norm of the gradients is not finite, on the device; they are gone then."""
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.optimizer.step()
+        self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        self.optimizer.zero_grad()
+
+    @contextmanager
+    def rates_in(self, rates: Sequence[Tensor], recorded: bool) -> Iterator[None]:
+        """The optimiser reads its learning rates from tensors, for a while.
+
+        Args:
+            rates: One for each group, without axes.
+            recorded: Whether steps made meanwhile go into a CUDA graph, which Adam has to be told.
+        """
+        groups = self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+            if recorded and "capturable" in group:
+                group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group, settings in zip(groups, before, strict=True):
+                group.update(settings)
 
     def metrics(self) -> dict[str, float | int]:
         """What belongs in the log."""
@@ -393,13 +442,24 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, model: nn.Module, step: int) -> None:
         """Take in the weights after step number `step`."""
-        due = self.settings.start is not None and step >= self.settings.start
-        if not (self._begun or due):
+        if not self._due(step):
             return
         self.count += 1
         if self.count == 1:
             self._mean = {name: p.detach().to(_wide(p), copy=True) for name, p in model.named_parameters()}
             return
+        self.blend(model)
+
+    def steady(self, step: int) -> bool:
+        """Whether the update of this step is a `blend` by a share that stays as it is."""
+        return self.settings.kind == "ema" and self.active and self._due(step)
+
+    def _due(self, step: int) -> bool:
+        return self._begun or (self.settings.start is not None and step >= self.settings.start)
+
+    @torch.no_grad()
+    def blend(self, model: nn.Module) -> None:
+        """Mix the weights of a model into the average, which is there; they are not counted."""
         share = 1 - self.settings.decay if self.settings.kind == "ema" else 1 / self.count
         newest = {name: parameter.detach().to(_wide(parameter)) for name, parameter in model.named_parameters()}
         torch._foreach_lerp_([self._mean[name] for name in newest], list(newest.values()), share)

@@ -62,6 +62,7 @@ class Training:
             that; None for neither.
         averaging: Average of the weights for evaluation; None for none.
         tensorboard: Whether to write the log for tensorboard too.
+        capture: Whether to record whole steps as CUDA graphs and replay them, where that is possible.
     """
 
     steps: int = 1000
@@ -80,6 +81,7 @@ class Training:
     plateau: Plateau | None = None
     averaging: Averaging | None = None
     tensorboard: bool = False
+    capture: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulation", "log_every", "evaluate_every", "save_every", "keep"):

@@ -12,6 +12,7 @@ from equipoise.cli import output
 from equipoise.models import MODELS
 from equipoise.plots import FIGURES
 from equipoise.solvers import SOLVERS
+from equipoise.tasks import TASKS
 from tests.cli.program import invoke, one_line
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,7 @@ def test_everything_that_can_be_named_is_listed():
     record = json.loads(invoke("list", "--json").stdout)
     assert set(record) == {"models", "tasks", "solvers", "adjoints", "corpora", "recipes", "figures", "benchmarks"}
     assert list(record["models"]) == sorted(MODELS)
-    assert list(record["tasks"]) == ["copy_memory", "language_model"]
+    assert list(record["tasks"]) == sorted(TASKS)
     assert (list(record["solvers"]), list(record["adjoints"])) == (sorted(SOLVERS), sorted(ADJOINTS))
     assert {"embedded", "ptb"} <= set(record["corpora"])
     assert set(record["figures"]) == set(FIGURES)
@@ -50,7 +51,7 @@ def test_one_kind_and_a_pattern(run_main):
     assert list(record["models"]) == [name for name in sorted(MODELS) if name.startswith("deq_trellisnet")]
     code, out, _ = run_main("list", "tasks")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == ["tasks", "name", "copy_memory", "language_model"]
+    assert [line.split()[0] for line in out.splitlines()] == ["tasks", "name", *sorted(TASKS)]
     for arguments, words in (
         (("modles",), "did you mean 'models'"),
         (("models", "nothing*"), "nothing among models matches 'nothing*'"),

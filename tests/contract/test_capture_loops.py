@@ -134,6 +134,16 @@ def test_a_budget_that_is_spent_is_not_asked_about(questions):
     assert questions == [4, 8]
 
 
+def test_solves_that_become_short_after_spending_the_budget_are_noticed():
+    """Nobody asks when all solves so far took all of the budget; but not forever."""
+    deq = deq_of(Scaled(), stop=eq.Stop(rtol=1e-8, max_steps=40))
+    x, endless, quick = inputs_of(batch=4), *(torch.full((4, 1), a, dtype=torch.float64) for a in (0.999, 0.1))
+    both(deq, x, endless, solves=_loop.REMEMBERED)
+    captured, eager = both(deq, x, quick, solves=4)
+    assert captured.stats.nfe <= eager.stats.nfe + 2 * _loop.CHUNK
+    same_statistics(captured.stats, eager.stats, 1e-15)
+
+
 # Smaller batches
 
 

@@ -251,7 +251,10 @@ def test_a_captured_solve_by_kernels_equals_the_eager_one_without():
     torch.manual_seed(0)
     stop = eq.Stop(rtol=1e-5, max_steps=60)
     plan = eq.Plan(eq.Anderson(), eq.Implicit(stop=stop), stop)
-    captured = DEQTransformer(DEQTransformerConfig(50, d_model=64, heads=4, d_inner=128, plan=plan)).cuda().eval()
+    config = DEQTransformerConfig(50, d_model=64, heads=4, d_inner=128, plan=plan)
+    captured = DEQTransformer(config).cuda().eval()
+    with torch.no_grad():
+        captured.injection.weight.mul_(50)  # an injection as strong as a trained one: f contracts
     plain = copy.deepcopy(captured)
     captured.deq.engine, plain.deq.engine = "captured", "eager"
     plain.deq.cell.attention.backend = "naive"

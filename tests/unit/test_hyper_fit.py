@@ -225,7 +225,7 @@ def test_gradients_are_those_of_finite_differences(deq):
     deq = deq.double().eval()
     solver, settings = shaken(small(deq, memory=3)).double(), FitSettings(unroll=4)
     targets, _ = find_targets(deq, batch(1).double(), settings)
-    weight = solver.step.weights.weight
+    weight = solver.step.out.weight
 
     def loss() -> Tensor:
         losses = unrolled_losses(solver, targets[0], settings)

@@ -10,6 +10,7 @@ import torch
 
 from equipoise import Stop
 from equipoise.adjoints import Implicit
+from equipoise.data.images import IMAGES
 from equipoise.data.text import CORPORA, EMBEDDED
 from equipoise.models import MODELS, create_model
 from equipoise.tasks import TASKS
@@ -22,8 +23,18 @@ RECIPES = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}
 
 # All parameters of models of published sizes.
 SIZES = {
+    "cifar10_large": 11_097_438,
+    "cifar10_large_reg": 11_097_438,
+    "cifar10_tiny": 158_890,
+    "cityscapes_large": 55_955_859,
+    "cityscapes_small": 8_968_467,
+    "cityscapes_xl": 79_551_755,
     "copy_memory": 14_006,
     "copy_memory_400": 14_006,
+    "imagenet_large": 67_063_624,
+    "imagenet_small": 16_808_936,
+    "imagenet_small_reg": 18_613_496,
+    "imagenet_xl": 90_463_280,
     "ptb_trellisnet": 24_181_200,
     "wikitext103_transformer": 97_691_888,
     "wikitext103_trellisnet": 181_716_951,
@@ -46,6 +57,15 @@ TINY_TASKS = {
         "length": 7,
         "eval_batch_size": 2,
         "eval_length": 50,
+    },
+    "classification": {"options": {"size": 8, "train_size": 24, "test_size": 8}, "batch_size": 8, "eval_batch_size": 8},
+    "segmentation": {
+        "data": "shapes",
+        "options": {"size": 8, "train_size": 24, "test_size": 8},
+        "batch_size": 8,
+        "eval_batch_size": 8,
+        "class_weights": "none",
+        "transfer": None,
     },
 }
 TINY_MODEL = {
@@ -99,7 +119,16 @@ def tiny(name, folder):
         model["cutoffs"] = [3, 6]
     if getattr(config, "chunk_size", None):
         model["chunk_size"] = 3
+    if "head_channels" in fields:  # an MDEQ: as many resolutions, all narrow
+        model |= {"channels": [config.groups] * len(config.channels), "expansion": 1, "final_channels": 8}
+        model["head_channels"] = [2] * len(config.head_channels)
     task = dict(TINY_TASKS[recipe.task["name"]])
+    if recipe.task["name"] == "classification":
+        task["data"] = "digits" if getattr(config, "in_channels", 3) == 1 else "shapes"
+        task["options"] = {**task["options"], **({"labels": "classes"} if task["data"] == "shapes" else {})}
+        task["size"] = 6 if recipe.task_config().augment == "resized_crop" else None
+    if recipe.task["name"] == "segmentation" and recipe.task_config().crop:
+        task["crop"] = [6, 8]
     if "tokens" in task:
         task["corpus"] = str(write_corpus(folder))
     sections = {"task": task, "model": model, "train": TINY_TRAIN, "stop": {"max_steps": 5}}
@@ -111,15 +140,21 @@ def tiny(name, folder):
     if recipe.evaluation.stop is not None:
         sections["evaluation"] = {"stop": {"max_steps": 5}}
     return [
-        f"{section}.{key}={json.dumps(value) if value is not None else 'none'}"
+        f"{section}.{key}={toml(value)}"
         for section, values in sections.items()
         for key, value in flat(values)
     ]
 
 
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    return "none" if value is None else json.dumps(value)
+
+
 def flat(values):
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key != "options":
             yield from ((f"{key}.{inner}", item) for inner, item in value.items())
         else:
             yield key, value
@@ -136,6 +171,8 @@ def test_it_is_read_strictly_and_names_what_exists(name):
     assert recipe.task["name"] in TASKS
     if recipe.task["name"] == "language_model":
         assert recipe.task_config().corpus in (EMBEDDED, *CORPORA)
+    if recipe.task["name"] in ("classification", "segmentation"):
+        assert recipe.task_config().data in IMAGES
     again = Recipe.from_data(recipe.to_data(), "a copy")
     assert again.to_data() == recipe.to_data()
 

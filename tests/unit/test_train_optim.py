@@ -376,7 +376,7 @@ def test_a_fused_optimiser_leaves_out_the_same_steps(kind):
             stepper.backward(model(torch.full((2, 3), x)).square().sum())
             stepper.step(model, 1.0)
         torch.testing.assert_close(fused.weight, plain.weight, rtol=1e-6, atol=1e-7)
-    assert steppers[1].guard._unread is not None
+    assert len(steppers[1].guard._unread) == 1
     assert steppers[0].metrics() == pytest.approx(steppers[1].metrics(), rel=1e-6)
     assert steppers[1].metrics()["skipped"] == 3
     assert steppers[1].state_dict()["guard"] == {"skipped": 3, "skipped_in_a_row": 0}

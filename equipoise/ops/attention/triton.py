@@ -34,8 +34,8 @@ class Tiles(NamedTuple):
 
 # By kernel, for rows of a head of up to 128 bytes, as they are multiplied, and for wider ones. Larger tiles do not fit
 # into registers.
-FORWARD = Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)
-QUERIES = Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)
+FORWARD = Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 2)
+QUERIES = Tiles(64, 32, 4, 3), Tiles(32, 32, 4, 2)
 KEYS = Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2)
 # Products of float32: three of tensor cores for each, which leaves a relative error of about 1e-6.
 PRECISION = "tf32x3"

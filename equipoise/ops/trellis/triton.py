@@ -18,7 +18,7 @@ from equipoise.ops.trellis import naive
 # Time steps and features per block, and warps per program, of the cell and of its VJP. With one warp nothing waits at
 # a barrier; many small programs keep the memory busy.
 TIME, WIDTH, WARPS = 8, 32, 1
-VJP_TIME, VJP_WIDTH, VJP_WARPS = 8, 32, 1
+VJP_TIME, VJP_WIDTH, VJP_WARPS = 8, 16, 1
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # σ and tanh have their limits beyond this in float32; larger exponentials would overflow in products.

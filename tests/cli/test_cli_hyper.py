@@ -1,0 +1,128 @@
+"""`equipoise hyper`: what it prints, what it writes, how it ends."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+import equipoise as eq
+from equipoise.plots import draw
+from equipoise.solvers import fingerprint, load_solver
+from equipoise.train.load import find_checkpoint, load
+from equipoise.train.pareto import pareto_run
+from equipoise.train.tracking import read_metrics
+from tests.cli.program import invoke, one_line
+
+QUICK = ("--set", "fit.unroll=3", "--set", "fit.accept=0.9", "--set", "solver.hidden=4", "--set", "solver.width=4")
+
+
+@pytest.fixture
+def run(copy_run, tmp_path):
+    return shutil.copytree(copy_run, tmp_path / "run")
+
+
+def fitted(run, *options):
+    return json.loads(invoke("hyper", run, "--steps", 2, *QUICK, *options, "--json").stdout)
+
+
+def test_a_solver_is_fitted_and_used(run):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    record = fitted(run)
+    after = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    assert {path.name for path in after.keys() - before.keys()} == {"solver.safetensors", "fit.jsonl"}
+    assert all(after[path] == content for path, content in before.items())
+    assert record["file"] == str(run / "hyper" / "solver.safetensors")
+    assert record["recipe"]["fit"]["steps"] == 2
+    model = load(run)
+    solver = load_solver(run, model)
+    assert solver.num_parameters == record["parameters"]
+    assert (solver.config.hidden, solver.config.width, solver.config.local) == (4, 4, True)
+    assert [line["step"] for line in read_metrics(run / "hyper" / "fit.jsonl")] == [0, 1]
+    with eq.override(model, solver=solver):
+        assert model.deq.plan.solver is solver
+
+
+def test_the_summary_is_readable(run):
+    result = invoke("hyper", run, "--steps", 2, *QUICK, "--out", run / "other")
+    for words in (
+        rf"^checkpoint: {find_checkpoint(run)}$",
+        r"^solver: [\d,]+ parameters, \d+\.\d\d% of the model's$",
+        r"^fitted in \d+\.\d s$",
+        r"^  relative residual at the end +[\d.e-]+ +[\d.e-]+$",
+        rf"^written: {run / 'other' / 'solver.safetensors'}$",
+    ):
+        assert re.search(words, result.stdout, re.MULTILINE), words
+    assert re.search(r"^warning: the solver has \d+ parameters, \d+\.\d% of the model's", result.stderr)
+
+
+def test_going_on_with_it(run):
+    first = fitted(run)
+    again = fitted(run, "--finetune", run, "--out", run / "again", "--seed", 3)
+    assert again["finetuned"] == str(run)
+    assert again["parameters"] == first["parameters"]
+    assert again["first"]["initial"] != first["first"]["initial"]
+    assert again["first"]["loss"] == pytest.approx(first["first"]["loss"] - 1)  # that on residuals is over
+
+
+def test_settings_from_a_file(run, tmp_path):
+    path = tmp_path / "hyper.toml"
+    path.write_text(
+        "[solver]\nweights = 'softmax'\ninitialiser = false\nlocal = false\n[fit]\nunroll = 2\nsolver = 'anderson'\n"
+        "losses = { residual = 0.0 }\naccept = 0.9\n"
+    )
+    record = json.loads(invoke("hyper", run, "--recipe", path, "--steps", 1, "--json").stdout)
+    solver = load_solver(run)
+    assert (solver.config.weights, solver.config.source, solver.config.local) == ("softmax", None, False)
+    assert record["recipe"]["fit"]["solver"]["name"] == "anderson"
+    assert record["recipe"]["fit"]["losses"]["residual"] == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--set", "fit.unrol=3"), "did you mean 'unroll'"),
+        (("--set", "solver.weights=shft"), "did you mean 'shift'"),
+        (("--steps", "0"), "steps must be an integer of at least 1"),
+        (("--finetune", "nowhere"), "no learned solver at nowhere"),
+        (("--which", "bets"), "did you mean 'best'"),
+    ],
+)
+def test_a_wrong_option_ends_with_one_line(run, run_main, options, words):
+    code, _, error = run_main("hyper", run, *options)
+    assert code == 2
+    assert words in one_line(error)
+    assert not (run / "hyper" / "solver.safetensors").exists()
+
+
+def test_a_solver_that_is_there_is_not_overwritten(run, run_main):
+    (run / "hyper").mkdir()
+    (run / "hyper" / "solver.safetensors").write_text("mine")
+    code, _, error = run_main("hyper", run, "--steps", 1)
+    assert code == 2
+    assert "is there already" in one_line(error)
+    assert fitted(run, "--force")["parameters"] > 0
+
+
+def test_metric_against_time(run, tmp_path):
+    fitted(run)
+    fitted(run, "--out", run / "second", "--seed", 1)
+    solvers = ("anderson", f"hyper:{run}", f"hyper:{run / 'second'}")
+    record = pareto_run(run, solvers, (1, 4), warmup=0, rounds=2, explicit=3, most=1)
+    assert json.loads((run / "pareto.json").read_text())["points"][0]["ms"] > 0
+    named = [(point["solver"], point["seed"], point["steps"]) for point in record["points"]]
+    assert named[:3] == [("anderson", 0, 1), ("hyper", 0, 1), ("hyper", 1, 1)]
+    assert named[-1] == ("3 layers", 0, None)
+    assert (record["metric"], record["reference"]) == ("loss", "anderson")
+    assert all(file.stat().st_size for file in draw("pareto", [run], tmp_path / "figures"))
+
+
+def test_a_solver_of_another_model_is_refused(run, text_run, tmp_path):
+    fitted(run)
+    other = shutil.copytree(text_run, tmp_path / "other")
+    data = ("--data-dir", str(text_run.parent))
+    record = json.loads(invoke("hyper", other, "--steps", 1, *QUICK, *data, "--json").stdout)
+    assert record["parameters"] > 0
+    assert fingerprint(load(other)) != fingerprint(load(run))
+    with pytest.raises(ValueError, match="was fitted to another model"):
+        pareto_run(run, ("anderson", f"hyper:{other}"), (1,))

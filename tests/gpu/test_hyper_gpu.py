@@ -1,0 +1,198 @@
+"""The learned solver on a CUDA device: the results of the CPU, no waiting, steps that can be recorded."""
+
+import copy
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise.solvers import hyper_solver_for
+from equipoise.tasks.hyper import FitSettings, fit_hyper_solver
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SIZES = {"hidden": 8, "compressed": 6, "width": 8, "budget": None}
+FIXED = eq.Stop(rtol=0, max_steps=9, select="last")
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+class Sequence(nn.Module):
+    """Causal, (N, T, d)."""
+
+    def __init__(self, d=12):
+        super().__init__()
+        self.here, self.before = nn.Linear(d, d), nn.Linear(d, d)
+
+    def forward(self, z, x):
+        before = nn.functional.pad(z[:, :-1], (0, 0, 1, 0))
+        return torch.tanh(self.here(z) + self.before(before) + x)
+
+
+class Images(nn.Module):
+    """Two resolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.down, self.up = nn.Conv2d(3, 5, 2, stride=2), nn.ConvTranspose2d(5, 3, 2, stride=2)
+
+    def initial_state(self, x):
+        return torch.zeros_like(x), x.new_zeros(len(x), 5, x.shape[2] // 2, x.shape[3] // 2)
+
+    def forward(self, z, x):
+        return torch.tanh(x + 0.5 * self.up(z[1])), torch.tanh(self.down(z[0]))
+
+
+class Flat(nn.Module):
+    """(N, 16) from (N, 4)."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 16), nn.Linear(4, 16)
+
+    def initial_state(self, x):
+        return x.new_zeros(len(x), 16)
+
+    def forward(self, z, x):
+        return torch.tanh(self.inner(z) + self.outer(x))
+
+
+CASES = {
+    "sequence": (Sequence, (4, 7, 12), {"local": False}),
+    "local": (Sequence, (4, 7, 12), {"local": True}),
+    "corrected": (Sequence, (4, 7, 12), {"local": True, "weights": "corrected"}),
+    "softmax": (Flat, (6, 4), {"weights": "softmax"}),
+    "newest": (Flat, (6, 4), {"weights": "newest"}),
+    "images": (Images, (3, 3, 8, 6), {}),
+    "any": (Flat, (6, 4), {}),
+}
+
+
+def made(name):
+    """A DEQ, inputs, and a solver with weights as after some fitting, on the CPU."""
+    torch.manual_seed(0)
+    cell, shape, settings = CASES[name]
+    deq, x = eq.DEQ(cell(), engine="eager").requires_grad_(False), torch.randn(shape)
+    solver = hyper_solver_for(deq, x, **SIZES, **settings).requires_grad_(False)
+    for parameter in solver.parameters():
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    return deq, x, solver
+
+
+def solved(deq, x, solver, stop=FIXED):
+    with torch.no_grad(), eq.override(deq, solver=solver, stop=stop):
+        return deq(x)
+
+
+def leaves(tree):
+    return torch.utils._pytree.tree_leaves(tree)
+
+
+def close(a, b, tolerance=1e-4):
+    return all((x.cpu() - y.cpu()).abs().max() <= tolerance for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+@contextmanager
+def waiting_is_an_error():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_same_result_as_on_the_cpu_without_waiting(name):
+    deq, x, solver = made(name)
+    here = solved(deq, x, solver).value
+    deq, x, solver = deq.cuda(), x.cuda(), solver.cuda()
+    assert close(solved(deq, x, solver).value, here)  # also the warm-up: lazy initialisation may wait
+    with waiting_is_an_error():
+        there = solved(deq, x, solver).value
+    assert close(there, here)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_can_be_recorded(name):
+    """The start and all steps in one graph, replayed on other inputs."""
+    deq, x, solver = made(name)
+    deq, x, solver = deq.cuda(), x.cuda(), solver.cuda()
+    others = [torch.randn_like(x) for _ in range(2)]
+    expected = [solved(deq, other, solver).value for other in others]
+    place = x.clone()
+    problem = deq.problem(place)
+    zeros = problem.start(deq.start(place))
+
+    def run():
+        z, state = solver.init(problem, zeros)
+        for _ in range(FIXED.max_steps):
+            z, state = solver.propose(problem, z, problem.evaluate(z), state)
+        return z
+
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run()
+    for other, truth in zip(others, expected, strict=True):
+        place.copy_(other)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert close(problem.spec.unflatten(found), truth)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stop", [FIXED, eq.Stop(rtol=1e-3, max_steps=40)], ids=["fixed", "tolerance"])
+def test_the_automatic_engine_gives_the_results_of_the_eager_one(name, stop):
+    deq, x, solver = made(name)
+    deq, x, solver = deq.cuda(), x.cuda(), solver.cuda()
+    auto = copy.deepcopy(deq)
+    auto.engine = "auto"
+    for seed in range(4):  # a shape is recorded when it comes again
+        other = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).cuda()
+        eager, captured = (solved(one, other, solver, stop) for one in (deq, auto))
+        tolerance = 1e-4 if stop.fixed_budget else 3e-3
+        assert close(captured.value, eager.value, tolerance)
+        assert torch.equal(captured.stats.status, eager.stats.status)
+    engine = auto.capture
+    assert engine.replayed > 0 or any("HyperAnderson" in reason for reason in engine.fallbacks)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_fit_on_the_device(precision):
+    torch.manual_seed(0)
+    deq = eq.DEQ(Sequence(), engine="auto").cuda()
+    settings = FitSettings(steps=20, unroll=6, learning_rate=1e-2, accept=0.1)
+
+    def batch(step):
+        return torch.randn(16, 9, 12, generator=torch.Generator().manual_seed(step)).cuda()
+
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+        fit = fit_hyper_solver(deq, batch, settings, log_every=1, **SIZES)
+    assert next(fit.solver.parameters()).is_cuda
+    assert fit.record["last"]["initial"] < 0.95 * fit.record["first"]["initial"]
+    assert fit.record["last"]["skipped"] == 0
+    stop = eq.Stop(rtol=1e-2 if precision == "no" else 0.03, max_steps=40)
+    steps = [float(solved(deq, batch(99), s, stop).stats.steps.float().mean()) for s in (fit.solver, eq.Picard())]
+    assert steps[0] <= steps[1] + 0.5

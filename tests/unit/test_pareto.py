@@ -1,0 +1,184 @@
+"""Metric against time: what is measured, what follows from it, and the figure."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equipoise as eq
+from equipoise import Anderson, HyperAnderson, Picard
+from equipoise.plots import FIGURES, LogError, draw, make_chart
+from equipoise.train.pareto import curves, pareto, speedups, steps_ahead, time_to_reach
+from tests.problems import scaled_weight
+
+
+class Cell(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(scaled_weight(6, 0.9, 1).float())
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(z @ self.weight.T + x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.deq = eq.DEQ(Cell(), engine="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.deq(x).value
+
+
+def measure(**options):
+    torch.manual_seed(0)
+    model, batches = Model(), [torch.randn(4, 6) for _ in range(3)]
+    with torch.no_grad(), eq.override(model, stop=eq.Stop(rtol=1e-7)):
+        roots = [model(x) for x in batches]
+
+    def score(model, batches):
+        pairs = zip(batches, roots, strict=True)
+        return {"error": max(float((model(x) - root).abs().max()) for x, root in pairs), "calls": 1.0}
+
+    solvers = {
+        "picard": Picard(),
+        "anderson": "anderson",
+        "hyper": [HyperAnderson.for_any(6), HyperAnderson.for_any(6)],
+    }
+    settings = {"score": score, "metric": "error", "warmup": 1, "rounds": 2, **options}
+    return model, pareto(model, batches, solvers, (1, 3, 6), **settings)
+
+
+def test_points_of_every_solver_seed_and_number_of_steps():
+    model, record = measure(others={"two layers": nn.Sequential(nn.Linear(6, 6), nn.Tanh())})
+    points = record["points"]
+    assert [(p["solver"], p["seed"], p["steps"]) for p in points[:4]] == [
+        ("picard", 0, 1),
+        ("anderson", 0, 1),
+        ("hyper", 0, 1),
+        ("hyper", 1, 1),
+    ]
+    assert len(points) == 3 * 4 + 1
+    assert points[-1]["solver"] == "two layers"
+    assert points[-1]["steps"] is None
+    assert all(0 < p["ms_low"] <= p["ms"] <= p["ms_high"] for p in points)
+    found = {(p["solver"], p["seed"], p["steps"]): p for p in points}
+    for steps in (1, 3, 6):  # an unfitted solver is the plain iteration
+        assert found["hyper", 1, steps]["metric"] == found["picard", 0, steps]["metric"]
+        assert found["hyper", 1, steps]["residual"] == found["picard", 0, steps]["residual"]
+    assert found["anderson", 0, 6]["metric"] < found["anderson", 0, 3]["metric"] < found["anderson", 0, 1]["metric"]
+    assert (record["reference"], record["at"], record["better"]) == ("picard", 6, "lower")
+    assert 6 in record["ahead"]["anderson"]
+    assert record["ahead"]["hyper"] == [1, 3, 6]
+    assert model.training
+    assert model.deq.plan.solver == Anderson()
+    json.dumps(record)
+
+
+def test_the_iterate_after_exactly_so_many_evaluations_is_scored():
+    _, record = measure()
+    torch.manual_seed(0)
+    model, batches = Model(), [torch.randn(4, 6) for _ in range(3)]
+    with torch.no_grad():
+        with eq.override(model, stop=eq.Stop(rtol=1e-7)):
+            roots = [model(x) for x in batches]
+        errors = []
+        for x, root in zip(batches, roots, strict=True):
+            z = torch.zeros_like(x)
+            for _ in range(3):
+                z = model.deq.cell(z, x)
+            errors.append(float((z - root).abs().max()))
+    assert next(p for p in record["points"] if p["steps"] == 3)["metric"] == pytest.approx(max(errors), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"metric": "eror"}, "did you mean 'error'"),
+        ({"better": "larger"}, "unknown kind of metric"),
+        ({"reference": "andersen"}, "did you mean 'anderson'"),
+        ({"at": 4}, "at=4 is not among the budgets 1, 3, 6"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(ValueError, match=words):
+        measure(**options)
+
+
+def test_a_model_without_an_equilibrium():
+    with pytest.raises(ValueError, match="contains no DEQ"):
+        pareto(nn.Linear(2, 2), [], {"anderson": "anderson"}, (1,), score=lambda *_: {}, metric="loss")
+
+
+# What follows from points
+
+
+def curve(*points, **extra):
+    return [{"steps": k, "ms": ms, "metric": metric, **extra} for k, (ms, metric) in enumerate(points, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [(9.0, 1.0), (8.0, 1.0), (6.0, 1.5), (4.0, 2.0), (3.0, 3.0), (2.0, 4.0), (1.9, None)]
+)
+def test_the_time_to_reach_a_metric(target, expected):
+    points = curve((1.0, 8.0), (2.0, 4.0), (4.0, 2.0), (5.0, 3.0))
+    assert time_to_reach(points, target) == expected
+    mirrored = [{**point, "metric": -point["metric"]} for point in points]
+    assert time_to_reach(mirrored, -target, "higher") == expected
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_speedups_at_an_equal_metric(sign):
+    slow = curve((1.0, 8.0), (2.0, 4.0), (3.0, 2.0), solver="anderson", seed=0)
+    quick = [curve((0.5, 4.0), (1.0, 2.0), (1.5, 1.0), solver="hyper", seed=s) for s in (0, 1)]
+    never = curve((1.0, 8.0), (2.0, 4.0), (3.0, 3.0), solver="picard", seed=0)
+    points = [{**p, "metric": sign * p["metric"]} for p in (*slow, *quick[0], *quick[1], *never)]
+    other = {"solver": "explicit", "seed": 0, "steps": None, "ms": 1.0, "metric": sign * 1.0}
+    better = "lower" if sign > 0 else "higher"
+    record = {"points": [*points, other], "better": better, "reference": "anderson", "at": 3}
+    assert set(curves(record)) == {"anderson", "hyper", "picard"}
+    said = speedups(record)
+    # The reference's metric is 2; within half a percent, 2.01, it has it at 2.995 ms, the quick one at 0.9975 ms.
+    assert said["hyper"]["target"] == pytest.approx(sign * 2.01)
+    assert said["hyper"]["values"] == pytest.approx([2.995 / 0.9975] * 2)
+    assert said["hyper"]["mean"] == pytest.approx(3.0, rel=0.01)
+    assert said["hyper"]["over_budget"] == pytest.approx(3.0, rel=0.01)
+    assert said["anderson"]["mean"] == pytest.approx(1.0)
+    assert said["picard"]["values"] == [None]
+    assert said["picard"]["mean"] is None
+    assert steps_ahead(record) == {"hyper": [1, 2, 3], "picard": [1, 2]}
+
+
+# The figure
+
+
+def test_the_figure(tmp_path):
+    slow = curve((1.0, 80.0), (2.0, 4.0), (3.0, 2.0), solver="anderson", seed=0, residual=0.1)
+    quick = [curve((0.5, 4.0), (1.0, 2.0), (1.5, 1.0), solver="hyper", seed=s, residual=0.1) for s in (0, 1)]
+    other = {"solver": "16 layers", "seed": 0, "steps": None, "ms": 2.5, "metric": 2.0, "residual": None}
+    record = {"metric": "perplexity", "better": "lower", "reference": "anderson", "at": 3}
+    record["points"] = [*slow, *quick[0], *quick[1], other]
+    record["speedup"] = speedups(record)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "pareto.json").write_text(json.dumps(record))
+    assert "pareto" in FIGURES
+    chart = make_chart("pareto", [run])
+    assert chart.columns == ("run", "solver", "seed", "steps", "metric", "ms", "residual")
+    assert len(chart.rows) == 10
+    assert chart.rows[0] == ("run", "anderson", 0, 1, 80.0, 1.0, 0.1)
+    (axes,) = chart.figure.axes
+    assert axes.get_yscale() == "log"
+    assert "time of anderson at equal perplexity: hyper 3.00×" in axes.get_title(loc="left")
+    means = [line for line in axes.lines if list(line.get_ydata()) == [4.0, 2.0, 1.0]]
+    assert len(means) == 3  # two seeds and their mean
+    assert [file.name for file in draw("pareto", [run], tmp_path)] == ["pareto.png", "pareto.svg", "pareto.csv"]
+
+
+def test_the_figure_without_its_file(tmp_path):
+    with pytest.raises(LogError, match="--pareto` writes it"):
+        make_chart("pareto", [tmp_path])
+    (tmp_path / "pareto.json").write_text("{}")
+    with pytest.raises(LogError, match="has no points"):
+        make_chart("pareto", [tmp_path])

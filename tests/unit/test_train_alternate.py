@@ -1,0 +1,89 @@
+"""A learned solver during training: when it is fitted, what is used, what is saved."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise import HyperAnderson
+from equipoise.tasks.hyper import FitSettings, Networks
+from equipoise.train.alternate import Alternate, Alternation
+from tests.unit.test_hyper_fit import Cell
+
+SETTINGS = Alternate(
+    start=2,
+    first=4,
+    every=3,
+    refresh=2,
+    max_steps=5,
+    solver=Networks(hidden=4, compressed=4, width=4),
+    fit=FitSettings(unroll=3, learning_rate=1e-2),
+)
+
+
+def batch(step):
+    return torch.randn(8, 2, generator=torch.Generator().manual_seed(step))
+
+
+def test_when_it_is_fitted():
+    assert [SETTINGS.due(step, step >= 3) for step in range(10)] == [0, 0, 4, 0, 0, 2, 0, 0, 2, 0]
+    assert SETTINGS.due(7, False) == 4  # a run may go on without one
+    assert Alternate().due(10**6, False) == 0
+
+
+def test_training_alternates():
+    torch.manual_seed(0)
+    deq = eq.DEQ(Cell(), engine="eager")
+    alternation, optimiser = Alternation(SETTINGS), torch.optim.SGD(deq.parameters(), 0.01)
+    own, logged, used, seen = deq.plan, [], [], []
+    for step in range(6):
+        before = copy.deepcopy(deq.state_dict())
+        record = alternation.before(step, deq, lambda i: seen.append(i) or batch(i))
+        assert all(torch.equal(value, before[name]) for name, value in deq.state_dict().items())
+        logged.append(record and record["steps"])
+        with alternation.used(deq):
+            used.append((type(deq.plan.solver), deq.plan.stop.max_steps))
+            assert deq.plan.adjoint == own.adjoint
+            deq(batch(step)).value.square().sum().backward()
+        assert deq.plan is own
+        assert all(parameter.grad is None for parameter in (alternation.solver or nn.Identity()).parameters())
+        optimiser.step()
+        optimiser.zero_grad()
+    assert logged == [None, None, 4, None, None, 2]
+    assert seen == [2, 2, 3, 4, 5, 5, 6]  # the first is a look at the sizes
+    assert [kind.__name__ for kind, _ in used] == ["Anderson"] * 2 + ["HyperAnderson"] * 4
+    assert used[0][1] == own.stop.max_steps
+    assert used[-1][1] == 5
+    assert alternation.seconds > 0
+
+
+def test_it_goes_on_from_a_saved_state():
+    deq, first, second = eq.DEQ(Cell(), engine="eager"), Alternation(SETTINGS), Alternation(SETTINGS)
+    second.load_state_dict(first.state_dict())
+    assert second.solver is None
+    first.before(2, deq, batch)
+    state = first.state_dict()
+    second.load_state_dict(state)
+    assert isinstance(second.solver, HyperAnderson)
+    assert second.solver.config == first.solver.config
+    pairs = zip(first.solver.parameters(), second.solver.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    for part in (first, second):
+        part.before(5, deq, batch)
+    pairs = zip(first.solver.parameters(), second.solver.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"start": -1}, "start must be an integer of at least 0"),
+        ({"every": 0}, "every must be an integer"),
+        ({"max_steps": 0}, "max_steps must be"),
+    ],
+)
+def test_wrong_settings(settings, words):
+    with pytest.raises(ValueError, match=words):
+        Alternate(**settings)
