@@ -85,4 +85,4 @@ def _conclusion(record: dict[str, Any]) -> str:
         for name, value in (record.get("speedup") or {}).items()
         if name != record.get("reference") and isinstance(value.get("mean"), int | float)
     ]
-    return f"time of {record['reference']} at equal {record['metric']}: {', '.join(said)}" if said else ""
+    return f"faster than {record['reference']} at equal {record['metric']}:\n{', '.join(said)}" if said else ""

@@ -170,7 +170,7 @@ def test_the_figure(tmp_path):
     assert chart.rows[0] == ("run", "anderson", 0, 1, 80.0, 1.0, 0.1)
     (axes,) = chart.figure.axes
     assert axes.get_yscale() == "log"
-    assert "time of anderson at equal perplexity: hyper 3.00×" in axes.get_title(loc="left")
+    assert "faster than anderson at equal perplexity:\nhyper 3.00×" in axes.get_title(loc="left")
     means = [line for line in axes.lines if list(line.get_ydata()) == [4.0, 2.0, 1.0]]
     assert len(means) == 3  # two seeds and their mean
     assert [file.name for file in draw("pareto", [run], tmp_path)] == ["pareto.png", "pareto.svg", "pareto.csv"]
