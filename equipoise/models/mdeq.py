@@ -68,6 +68,8 @@ class MDEQConfig:
         inject: "first", the stem's map at the finest resolution; "all", at each of them, averaged and mixed.
         init_std: Standard deviation of initial weights of convolutions in stem, fusion and head. Those of f's blocks
             and last mixing are uniform within ±1/√fan-in.
+        momentum: Of BatchNorm in stem and head; as published if None, 0.1 for classification, 0.01 for segmentation,
+            which takes some hundred steps to forget its start.
         plan: How to solve and differentiate.
         eval_plan: The plan in eval mode; that of training if None.
     """
@@ -86,6 +88,7 @@ class MDEQConfig:
     post_affine: bool = False
     inject: str = "first"
     init_std: float = 0.01
+    momentum: float | None = None
     plan: Plan = published_plan(18, 20)
     eval_plan: Plan | None = None
 
@@ -107,6 +110,8 @@ class MDEQConfig:
         require_number("MDEQConfig", "dropout", self.dropout, low=0.0, high=1.0)
         require_number("MDEQConfig", "expansion", self.expansion, low=0.0, open_low=True)
         require_number("MDEQConfig", "init_std", self.init_std, low=0.0, open_low=True)
+        if self.momentum is not None:
+            require_number("MDEQConfig", "momentum", self.momentum, low=0.0, high=1.0)
         self._check_widths()
         if not isinstance(self.plan, Plan):
             raise TypeError(f"MDEQConfig: plan must be a Plan(...), got {type(self.plan).__name__}.")
@@ -135,9 +140,10 @@ class MDEQConfig:
             raise ValueError("MDEQConfig: final_channels must be given for classification, e.g. 200.")
 
     @property
-    def momentum(self) -> float:
-        """Of BatchNorm in stem and head, as published: less for the small batches of segmentation."""
-        return 0.1 if self.task == "classification" else 0.01
+    def norm_momentum(self) -> float:
+        """Of BatchNorm, the published one if none was set."""
+        published = 0.1 if self.task == "classification" else 0.01
+        return published if self.momentum is None else self.momentum
 
 
 class MDEQ(nn.Module):
@@ -153,7 +159,7 @@ class MDEQ(nn.Module):
     def __init__(self, config: MDEQConfig) -> None:
         super().__init__()
         self.config = config
-        channels, momentum = config.channels, config.momentum
+        channels, momentum = config.channels, config.norm_momentum
         # Small models overfit with one more layer in the stem.
         mix = config.downsamplings > 0 or len(channels) > 2
         self.stem = Stem(config.in_channels, channels[0], config.downsamplings, mix, momentum)
@@ -240,7 +246,7 @@ class MDEQ(nn.Module):
 
 
 def _head(config: MDEQConfig) -> nn.Module:
-    options = {"momentum": config.momentum, "init_std": config.init_std}
+    options = {"momentum": config.norm_momentum, "init_std": config.init_std}
     if config.task == "segmentation":
         final = config.final_channels or sum(config.channels)
         return SegmentationHead(config.channels, final, config.num_classes, **options)
@@ -431,7 +437,7 @@ _CAMVID = {"expansion": 4, "plan": published_plan(18, 20)}
 @register_model
 def mdeq_camvid_small(**overrides: Any) -> MDEQ:
     """CamVid, 11 classes, 480 × 360: 7.4 M parameters."""
-    return _mdeq(_cityscapes(32, 0.05, num_classes=11, **_CAMVID), overrides)
+    return _mdeq(_cityscapes(32, 0.05, num_classes=11, momentum=0.1, **_CAMVID), overrides)
 
 
 @register_model
@@ -468,6 +474,7 @@ def mdeq_shapes(**overrides: Any) -> MDEQ:
         "expansion": 2,
         "groups": 4,
         "downsamplings": 1,
+        "momentum": 0.1,
         "plan": _quick_plan(20),
     }
     return _mdeq(defaults, overrides)

@@ -386,7 +386,7 @@ class CapturedSteps:
     def _same_again(self) -> Iterator[None]:
         """Look for what a graph would not do again, or cannot do at all."""
         attributes, drawn = _attributes(self.model), torch.get_rng_state()
-        with self._reported(), self.tape.no_waiting():
+        with self.tape.no_waiting():
             yield
         if self.device.type != "cpu" and not torch.equal(drawn, torch.get_rng_state()):
             raise CannotCapture("the step draws random numbers on the host")

@@ -108,7 +108,7 @@ def test_metric_against_time(run, tmp_path):
     fitted(run)
     fitted(run, "--out", run / "second", "--seed", 1)
     solvers = ("anderson", f"hyper:{run}", f"hyper:{run / 'second'}")
-    record = pareto_run(run, solvers, (1, 4), warmup=0, rounds=2, explicit=3, most=1)
+    record = pareto_run(run, solvers, (1, 4), warmup=0, rounds=3, explicit=3, most=1)
     assert json.loads((run / "pareto.json").read_text())["points"][0]["ms"] > 0
     named = [(point["solver"], point["seed"], point["steps"]) for point in record["points"]]
     assert named[:3] == [("anderson", 0, 1), ("hyper", 0, 1), ("hyper", 1, 1)]

@@ -46,7 +46,7 @@ def measure(**options):
         "anderson": "anderson",
         "hyper": [HyperAnderson.for_any(6), HyperAnderson.for_any(6)],
     }
-    settings = {"score": score, "metric": "error", "warmup": 1, "rounds": 2, **options}
+    settings = {"score": score, "metric": "error", "warmup": 1, "rounds": 3, **options}
     return model, pareto(model, batches, solvers, (1, 3, 6), **settings)
 
 

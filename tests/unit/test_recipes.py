@@ -139,11 +139,7 @@ def tiny(name, folder):
         sections["adjoint"] = {"name": "implicit", "stop": {"rtol": 0.0, "max_steps": 4}}
     if recipe.evaluation.stop is not None:
         sections["evaluation"] = {"stop": {"max_steps": 5}}
-    return [
-        f"{section}.{key}={toml(value)}"
-        for section, values in sections.items()
-        for key, value in flat(values)
-    ]
+    return [f"{section}.{key}={toml(value)}" for section, values in sections.items() for key, value in flat(values)]
 
 
 def toml(value):
