@@ -84,6 +84,11 @@ class History:
         for i, leaf in enumerate(self._like):
             row, first = (weights if weights.dtype == leaf.dtype else weights.to(leaf.dtype)).unsqueeze(1), 0
             total = None if onto is None else onto[i][:, None]
+            if self._kept:  # term by term: autograd then holds the states themselves, not copies of them side by side
+                shares = (row if scale == 1.0 else scale * row).unbind(2)
+                terms = [share * z[i] for share, z in zip(shares, self._kept, strict=True)]
+                combined.append(sum_of(terms if total is None else [total[:, 0], *terms]))
+                continue
             for block in self._slots(i):
                 share = row if block.shape[0] == row.shape[2] else row[:, :, first : first + block.shape[0]]
                 if total is None and scale == 1.0:

@@ -137,7 +137,9 @@ class DEQ(nn.Module):
 
     def _adopt_solvers(self) -> None:
         """Make learned solvers submodules, so that they move and are trained with the model."""
-        learned = {id(p.solver): p.solver for p in self._plans if p is not None and isinstance(p.solver, nn.Module)}
+        solvers = [p.solver for p in self._plans if p is not None]
+        stages = [stage for solver in solvers for stage in getattr(solver, "stages", (solver,))]
+        learned = {id(stage): stage for stage in stages if isinstance(stage, nn.Module)}
         self._modules.pop(LEARNED, None)
         if learned:
             self.add_module(LEARNED, nn.ModuleList(learned.values()))

@@ -84,7 +84,16 @@ def evaluate(
             help="Values of a setting to score at: stop.max_steps=1:20, 1:20:3 or 2,5,10; also solver.memory."
         ),
     ] = None,
-    solver: Annotated[str | None, typer.Option(help="Solve by this one instead of the model's.")] = None,
+    solver: Annotated[
+        str | None,
+        typer.Option(
+            help="Solve by this one instead of the model's; hyper:PATH is a learned one. Several, with commas "
+            "between, with --pareto."
+        ),
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Metric and time per batch of several solvers: RUN/pareto.json.")
+    ] = False,
     which: Which = "best",
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change the task, e.g. --set task.eval_batch_size=1.")
@@ -100,6 +109,13 @@ def evaluate(
     """
     from equipoise.train.evaluate import Sweep, score_run, write_scores
 
+    if pareto:
+        from equipoise.train.pareto import pareto_run
+
+        names = (solver or f"anderson,hyper:{run}").split(",")
+        measured = pareto_run(run, names, steps or range(1, 13), split=split, data_dir=data_dir, which=which)
+        show(measured, True) if as_json else _show_pareto(measured)
+        return
     points = None if sweep is None else Sweep.parse(sweep)
     record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, which=which, changes=changes or ())
     path = None
@@ -136,6 +152,17 @@ def _show_scores(record: dict[str, Any]) -> None:
         for result in results
     ]
     table(columns, rows, f"{record['checkpoint']}, {record['split']}{solver}")
+
+
+def _show_pareto(record: dict[str, Any]) -> None:
+    """A row per point, and the speed-ups."""
+    columns = ("solver", "seed", "steps", "metric", "ms", "residual")
+    rows = [[_short(point[column]) for column in columns] for point in record["points"]]
+    table(columns, rows, f"{record['checkpoint']}, {record['split']}, {record['metric']}")
+    for name, found in record["speedup"].items():
+        if found["mean"] is not None and name != record["reference"]:
+            print(f"{name}: {found['mean']:.2f} times as fast as {record['reference']} at {found['target']:.6g}")
+    print(f"written: {Path(record['run']) / 'pareto.json'}")
 
 
 def _short(value: Any) -> Any:

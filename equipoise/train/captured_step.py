@@ -274,13 +274,19 @@ class CapturedSteps:
             step: Its number.
         """
         try:
-            kind = self._kind(batch, carry, plan, step)
+            _check_plan(plan)
+            blends = self.average is not None and self.average.steady(step)
+            kind = self._kind(self._key(batch, carry, plan, blends), blends, batch.rows)
             kind.seen += 1
             if kind.obstacle is not None:
                 raise CannotCapture(kind.obstacle)
             if kind.seen == 1:
                 return None
-            return self._make(kind, batch, carry, plan, factor, seed, step)
+            read = len(self._read)
+            made = self._make(kind, batch, carry, plan, factor, seed, step)
+            if len(self._read) > read:  # no key will be equal to an older one
+                self._kinds = OrderedDict([(self._key(batch, carry, plan, blends), kind)])
+            return made
         except CannotCapture as reason:
             if not self.fallbacks[str(reason)]:
                 message = f"train.capture: {reason}; such steps are made in the ordinary way."
@@ -288,13 +294,11 @@ class CapturedSteps:
             self.fallbacks[str(reason)] += 1
             return None
 
-    def _kind(self, batch: Any, carry: Any, plan: StepPlan | None, step: int) -> _Kind:
-        """What is known of steps like this one."""
-        _check_plan(plan)
+    def _key(self, batch: Any, carry: Any, plan: StepPlan | None, blends: bool) -> Any:
+        """What steps of one kind have in common, besides the values of tensors, rates and weights."""
         if not hasattr(batch, "__dict__"):
             raise CannotCapture(f"a batch of type {type(batch).__name__} has no attributes to copy")
-        blends = self.average is not None and self.average.steady(step)
-        key = (
+        return (
             plan and (plan.phase, plan.plan, plan.penalty_weight > 0, plan.penalty_probes),
             blends,
             batch.rows,
@@ -303,8 +307,11 @@ class CapturedSteps:
             (*_forms(carry, "something carried on"), tree_flatten(carry)[1]),
             tuple(map(Tensor.data_ptr, self._tensors)),
         )
+
+    def _kind(self, key: Any, blends: bool, rows: Rows) -> _Kind:
+        """What is known of steps with a key."""
         if key not in self._kinds:
-            self._kinds[key] = _Kind(blends, batch.rows)
+            self._kinds[key] = _Kind(blends, rows)
         self._kinds.move_to_end(key)
         while len(self._kinds) > MOST_KINDS:
             self._kinds.popitem(last=False)

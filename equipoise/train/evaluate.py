@@ -13,6 +13,7 @@ from torch import nn
 
 from equipoise._errors import unknown_name
 from equipoise._module import DEQ, Plan, override
+from equipoise.solvers import named_solver
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
@@ -146,7 +147,7 @@ def score_run(
     if (sweep or solver) and not deqs:
         raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
     opened.task.metrics()  # imports what the first score would else be charged for
-    with override(opened.model, solver=solver) if solver else contextlib.nullcontext():
+    with override(opened.model, solver=named_solver(solver, opened.model)) if solver else contextlib.nullcontext():
         results = [_score(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
         used = type(_plan(opened.model).solver).__name__ if deqs else None
     return {

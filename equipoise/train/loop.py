@@ -18,6 +18,8 @@ from equipoise._module import solutions_of
 from equipoise._solution import EquilibriumWarning
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
+from equipoise.tasks.hyper import Unread
+from equipoise.train.alternate import Alternation
 from equipoise.train.captured_step import CapturedSteps, Pass, obstacle
 from equipoise.train.checkpoint import (
     GracefulStop,
@@ -124,7 +126,8 @@ class _Run:
         stepper = Stepper(settings.optimiser.build(self.model), settings.clip.start(), accelerator.scaler)
         plateau = settings.plateau.start() if settings.plateau else None
         average = WeightAverage(settings.averaging) if settings.averaging else None
-        self.state = RunState(self.model, stepper, shares, plateau, average)
+        alternation = Alternation(recipe.alternate) if recipe.alternate.start is not None else None
+        self.state = RunState(self.model, stepper, shares, plateau, average, alternation)
         self.horizon = Horizon(settings.steps, self.splits.epoch)
         if resume:
             self.state.restore(out / CHECKPOINTS, self.processes)
@@ -146,6 +149,7 @@ class _Run:
             ending = self._ending(stop)
             self.pace.restart()
             while state.step < settings.steps and not ending:
+                self._fit_solver(log)
                 losses = self._train_step()
                 state.step += 1
                 self.pace.steps += 1
@@ -175,12 +179,37 @@ class _Run:
         return next((reason for reason in self.processes.gather(stop.reason) if reason), TIME_IS_UP)
 
     def _captured_steps(self) -> CapturedSteps | None:
-        state, device = self.state, self.processes.device
+        state, device = self.state, next(self.model.parameters()).device  # with a number, which "cuda" may lack
         reason = obstacle(device, state.stepper, state.shares, self.processes.count)
         if reason is None:
             return CapturedSteps(self._pass, self.model, state.stepper, state.average, device)
         warnings.warn(f"train.capture: {reason}; no step is recorded.", EquilibriumWarning, stacklevel=4)
         return None
+
+    def _fit_solver(self, log: Any) -> None:
+        """Fit the learned solver to the model as it is, if it is time to."""
+        alternation, device = self.state.alternation, self.processes.device
+        if alternation is None or self.schedule is None or self.schedule.at(self.state.step).phase == "warmup":
+            return
+
+        def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
+            return self.task.evaluation_step(model, batch, carry, Unread())  # type: ignore[arg-type]
+
+        self.schedule.at(self.state.step).apply(self.model)
+        with self.accelerator.autocast():
+            fitted = alternation.before(
+                self.state.step, self.model, lambda step: self.splits.train(step).to(device), forward
+            )
+        if fitted is not None:
+            self._write(log, {"hyper": fitted})
+            self.pace.restart()
+
+    @property
+    def _learned(self) -> Alternation | None:
+        """The learned solver, where the plan of this step leaves the solve to it."""
+        alternation = self.state.alternation
+        ready = alternation is not None and alternation.solver is not None
+        return alternation if ready and self.plan is not None and self.plan.phase == "equilibrium" else None
 
     def _train_step(self) -> dict[str, Tensor]:
         """One optimiser step; every draw in it is keyed by the seed, the step and the row."""
@@ -189,7 +218,9 @@ class _Run:
         factor = self.recipe.train.learning_rate.factor(state.step, self.horizon)
         factor *= state.plateau.scale if state.plateau else 1.0
         batch = self._batch(state.shares[0])
-        losses = self._captured_step(batch, factor) if self.captured is not None else None
+        # A learned solver has no recorded step.
+        record = self.captured is not None and self._learned is None
+        losses = self._captured_step(batch, factor) if record else None
         return self._ordinary_step(batch, factor) if losses is None else losses
 
     def _captured_step(self, batch: Any, factor: float) -> dict[str, Tensor] | None:
@@ -236,7 +267,13 @@ class _Run:
             step: Number of the step.
         """
         plan = self.plan
-        with rows_of(rows), self.accelerator.autocast(), solutions_of(self.model) as solutions:
+        learned = self._learned
+        with (
+            rows_of(rows),
+            self.accelerator.autocast(),
+            learned.used(self.model) if learned is not None else nullcontext(),
+            solutions_of(self.model) as solutions,
+        ):
             losses, carry = self.task.training_step(self.model, batch, carry, step)
             total = losses["loss"]
             if plan is not None and plan.penalty_weight > 0:

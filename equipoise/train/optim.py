@@ -352,11 +352,10 @@ class Stepper:
         return self.scaler is None and getattr(self.optimizer, "_step_supports_amp_scaling", False)
 
     def apply(self, norm: Tensor) -> None:
-        """Make a step, or refuse it if the norm of the gradients is not finite, on the device; they are gone then."""
+        """Make a step, or refuse it on the device if the norm of the gradients is not finite."""
         self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
         self.optimizer.step()
         self.optimizer.found_inf = None  # type: ignore[attr-defined]
-        self.optimizer.zero_grad()
 
     @contextmanager
     def rates_in(self, rates: Sequence[Tensor], recorded: bool) -> Iterator[None]:

@@ -14,6 +14,7 @@ from equipoise._stop import Stop
 from equipoise.adjoints import Adjoint
 from equipoise.solvers import Solver
 from equipoise.tasks import TASKS, Task
+from equipoise.train.alternate import Alternate
 from equipoise.train.config import ConfigError, Source, Table, read_toml, to_data, with_overrides
 from equipoise.train.optim import AdamW, Averaging, Clip, Optimiser
 from equipoise.train.schedule import Cosine, Jitter, LearningRate, Penalty, PlanSchedule, Plateau, Warmup
@@ -108,6 +109,7 @@ class Recipe:
         warmup: The shallow phase at the start.
         jitter: Of the forward step budget.
         penalty: Of the Jacobian.
+        alternate: When a learned solver is fitted and used.
         train: The training itself.
     """
 
@@ -120,6 +122,7 @@ class Recipe:
     warmup: Warmup = Warmup()
     jitter: Jitter = Jitter()
     penalty: Penalty = Penalty()
+    alternate: Alternate = Alternate()
     train: Training = Training()
     source: Source = field(default=Source(), compare=False)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise.train.alternate import Alternation
 from equipoise.train.checkpoint import (
     CheckpointError,
     checkpoint_folder,
@@ -37,6 +38,7 @@ class RunState:
         shares: Those of this process, with what they carry.
         plateau: The learning rate's view of the results, if it has one.
         average: Of the weights, if one is kept.
+        alternation: The learned solver, if there is to be one.
         step: Optimiser steps made.
         seconds: Wall time of the run up to here, resumed parts included.
         forward: Statistics of solves since the last log line.
@@ -49,6 +51,7 @@ class RunState:
     shares: list[Share]
     plateau: PlateauMonitor | None = None
     average: WeightAverage | None = None
+    alternation: Alternation | None = None
     step: int = 0
     seconds: float = 0.0
     forward: StatsWindow = field(default_factory=StatsWindow)
@@ -88,6 +91,7 @@ class RunState:
             "stepper": self.stepper.state_dict(),
             "plateau": self.plateau.state_dict() if self.plateau else None,
             "average": self.average.state_dict() if self.average else None,
+            "alternation": self.alternation.state_dict() if self.alternation else None,
             "carry": joined(carries),
             "statistics": [forward, backward],
             "live": live,
@@ -122,6 +126,8 @@ class RunState:
             self.plateau.load_state_dict(trainer["plateau"])
         if self.average is not None and trainer["average"] is not None:
             self.average.load_state_dict(trainer["average"], self.model)
+        if self.alternation is not None and trainer.get("alternation") is not None:
+            self.alternation.load_state_dict(trainer["alternation"], processes.device)
         for share in self.shares:
             share.rows = share.splits.train(self.step).rows
             share.carry = part_of(trainer["carry"], share.rows, processes.device)

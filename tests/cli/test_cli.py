@@ -27,7 +27,19 @@ ROOT = Path(__file__).parents[2]
 
 COMMANDS = {
     "train": ("RECIPE", "--out", "--set", "--resume", "--data-dir", "--json"),
-    "evaluate": ("RUN", "--split", "--steps", "--sweep", "--solver", "--which", "--data-dir", "--json"),
+    "evaluate": (
+        "RUN",
+        "--split",
+        "--steps",
+        "--sweep",
+        "--solver",
+        "--which",
+        "--set",
+        "--pareto",
+        "--data-dir",
+        "--json",
+    ),
+    "hyper": ("RUN", "--out", "--steps", "--unroll", "--finetune", "--set", "--seed", "--force", "--data-dir"),
     "generate": ("RUN", "--prompt", "--length", "--temperature", "--top-k", "--top-p", "--seed", "--samples", "--json"),
     "inspect": ("RUN", "--split", "--batches", "--depths", "--which", "--data-dir", "--json"),
     "benchmark": ("CASE", "--out", "--shape", "--device", "--rounds", "--json"),

@@ -320,7 +320,7 @@ def test_every_part_is_learned(values):
     given.schedule(model).at(0).apply(model)
     optimiser = torch.optim.Adam(model.parameters(), 1e-2)
     data, losses = task.data().train(0).to("cpu"), []
-    for step in range(40):
+    for step in range(60):
         loss = task.training_step(model, data, None, step)[0]["loss"]
         optimiser.zero_grad()
         loss.backward()

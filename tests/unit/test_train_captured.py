@@ -25,13 +25,19 @@ from equipoise.train.optim import Clip, NonFiniteGradientError, Stepper
 from tests.captured import FIXED, Scoped, assert_close, deq_of, inputs_of, loss_of, recordings_of, tensors
 from tests.runs import COPY, TEXT, recipe, write_corpus
 from tests.training import TRELLIS, lines, same, saved, train_records
+from tests.unit.test_tasks_vision import DIGITS
 
 HOST_READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.equal)
 # Plain iterations: those of other solvers read on the host where there is no CUDA device.
 FIXED_BUDGETS = ("solver=picard", "adjoint.solver=picard", "stop.rtol=0.0", "stop.max_steps=4", "train.capture=true")
 # Rates and weights that float32 holds exactly: a recording reads them from tensors.
-EXACT = ("train.optimiser.lr=0.0078125", "train.learning_rate.warmup=0", "train.evaluate_every=100")
-EMA = 'train.averaging={kind="ema", decay=0.5, start=3}'
+EXACT = (
+    "train.optimiser.lr=0.0078125",
+    "train.learning_rate.warmup=0",
+    "train.evaluate_every=100",
+    "train.save_every=100",
+)
+EMA = 'train.averaging={kind="ema", decay=0.5}'
 
 
 # As a CUDA graph would
@@ -54,7 +60,8 @@ class _Noting(_NoReading):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         for argument, value in [*zip(func._schema.arguments, args, strict=False), *_by_name(func, kwargs)]:
-            if argument.alias_info is not None and argument.alias_info.is_write:
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written or argument.name in ("running_mean", "running_var"):  # which is written and not said
                 for tensor in tensors(value):
                     storage = tensor.untyped_storage()
                     if storage.data_ptr() not in self.made and storage.data_ptr() not in self.kept:
@@ -69,18 +76,23 @@ class _Noting(_NoReading):
         for _, _, _, result in self.calls:
             for tensor in tensors(result):
                 if tensor.untyped_storage().data_ptr() in self.made and tensor.dtype != torch.bool:
-                    tensor.data.fill_(torch.nan if tensor.is_floating_point() else 2**30)
+                    tensor.data.fill_(torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 2)
         for storage, before in self.kept.values():
             storage.copy_(before)
 
-    def replay(self):
-        for func, args, kwargs, result in self.calls:
-            bare_args, bare_kwargs = tree_map(lambda x: x.data if isinstance(x, torch.Tensor) else x, (args, kwargs))
-            with torch.no_grad():
-                again = func(*bare_args, **bare_kwargs)
-                for old, new in zip(tensors(result), tensors(again), strict=True):
+    def graph(self):
+        """Does all of it again, on the same tensors."""
+        bare = tree_map(lambda x: x.data if isinstance(x, torch.Tensor) else x, [call[1:3] for call in self.calls])
+        calls = [(call[0], *given, tensors(call[3])) for call, given in zip(self.calls, bare, strict=True)]
+
+        @torch.no_grad()
+        def replay():
+            for func, args, kwargs, results in calls:
+                for old, new in zip(results, tensors(func(*args, **kwargs)), strict=True):
                     if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
                         old.data.copy_(new)
+
+        return replay
 
 
 def _by_name(func, kwargs):
@@ -113,7 +125,7 @@ class StepTape:
             run()
         noting.undo()
         torch.set_rng_state(drawn)
-        return noting.replay
+        return noting.graph()
 
 
 @pytest.fixture
@@ -121,7 +133,9 @@ def emulated(monkeypatch):
     """Steps can be recorded on the CPU, optimisers are fused there, and the eager engine reads nothing."""
     monkeypatch.setattr(captured_step, "step_tape", StepTape)
     monkeypatch.setattr(optim, "_fused", lambda groups: True)
-    monkeypatch.setattr(_leaves, "choose", lambda mask, a, b: [torch.where(mask[:, None], x, y) for x, y in zip(a, b, strict=True)])
+    monkeypatch.setattr(
+        _leaves, "choose", lambda mask, a, b: [torch.where(mask[:, None], x, y) for x, y in zip(a, b, strict=True)]
+    )
 
 
 @pytest.fixture
@@ -164,7 +178,9 @@ def trained_the_same(given, folder, tolerance=0.0):
         assert lines(folder / "ordinary") == lines(folder / "captured")
         return run
     assert_close(a["model"], b["model"], tolerance)
-    assert_close(a["trainer"]["stepper"]["optimizer"]["state"], b["trainer"]["stepper"]["optimizer"]["state"], tolerance)
+    assert_close(
+        a["trainer"]["stepper"]["optimizer"]["state"], b["trainer"]["stepper"]["optimizer"]["state"], tolerance
+    )
     for step, record in train_records(folder / "ordinary").items():
         captured = train_records(folder / "captured")[step]
         assert captured["loss"] == pytest.approx(record["loss"], rel=tolerance)
@@ -179,7 +195,10 @@ def trained_the_same(given, folder, tolerance=0.0):
 
 MODELS = {
     "transformer": (None, ("model.dropout=0.2", "model.attention_dropout=0.1", "train.clip.max_norm=0.5", EMA)),
-    "penalty": (None, ("penalty.weight=0.5", "penalty.growth=0.25", "penalty.every=2", "train.optimiser.no_decay=[bias]")),
+    "penalty": (
+        None,
+        ("penalty.weight=0.5", "penalty.growth=0.25", "penalty.every=2", 'train.optimiser.no_decay=["bias"]'),
+    ),
     "trellisnet": (TRELLIS, ("task.activation=1.0", "task.smoothness=1.0", EMA)),
     "memory": ({}, ("train.optimiser=sgd", "train.optimiser.lr=0.125", "train.optimiser.momentum=0.5")),
     "uniform average": (None, ('train.averaging={kind="uniform", start=2}',)),
@@ -193,7 +212,12 @@ def given_for(case, folder):
     return copy_recipe(*overrides) if model is None else text_recipe(folder / "text", *overrides, **model)
 
 
-@pytest.mark.parametrize("case", MODELS)
+QUICK = ("transformer", "penalty", "trellisnet")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in MODELS]
+)
 def test_replayed_steps_are_ordinary_steps(emulated, tmp_path, case):
     """Losses, draws, weights, moments, averages, memory and statistics, bit for bit."""
     run = trained_the_same(given_for(case, tmp_path), tmp_path)
@@ -202,7 +226,7 @@ def test_replayed_steps_are_ordinary_steps(emulated, tmp_path, case):
     assert not run.captured.fallbacks
 
 
-@pytest.mark.parametrize("case", ["transformer", "penalty", "trellisnet"])
+@pytest.mark.parametrize("case", QUICK)
 def test_recorded_solves_inside_of_recorded_steps(emulated, inline_solves, tmp_path, case):
     run = trained_the_same(given_for(case, tmp_path), tmp_path, tolerance=2e-4)
     assert run.captured.recorded == 1
@@ -216,6 +240,17 @@ def test_recorded_solves_inside_of_recorded_steps(emulated, inline_solves, tmp_p
     assert all(p.grad is None for p in run.model.parameters())
 
 
+@pytest.mark.slow
+def test_images_and_running_statistics(emulated, tmp_path):
+    budgets = (*FIXED_BUDGETS, "stop.max_steps=2", "adjoint.stop={rtol=0.0, max_steps=2}")
+    given = recipe(DIGITS, *EXACT, *budgets, "train.steps=6", 'task.augment="crop_flip"', "penalty.weight=0.0")
+    fit(ordinary(given), tmp_path / "ordinary")
+    assert fit(given, tmp_path / "captured").captured.replayed == 3
+    a, b = (saved(tmp_path / name) for name in ("ordinary", "captured"))
+    assert same(a["model"], b["model"])
+    assert any(name.endswith("running_mean") for name in a["model"])
+
+
 def test_half_precision(emulated, inline_solves, tmp_path):
     given = copy_recipe("train.precision=bf16", "model.dropout=0.2")
     assert trained_the_same(given, tmp_path, tolerance=2e-2).captured.replayed == 5
@@ -227,24 +262,26 @@ def test_rates_that_change(emulated, tmp_path):
     assert run.captured.replayed == 5
     rates = [record["lr"] for record in train_records(tmp_path / "captured").values()]
     assert rates == [record["lr"] for record in train_records(tmp_path / "ordinary").values()]
-    assert len(set(rates)) == 8
+    assert len(set(rates)) == 7
 
 
 # Kinds of steps
 
 
+@pytest.mark.slow
 def test_budgets_that_vary_are_kinds_of_their_own(emulated, tmp_path):
     jitter = ("jitter.low=-1", "jitter.high=1", "penalty.weight=0.5", "penalty.probability=0.5")
-    run = trained_the_same(copy_recipe(*jitter, "train.steps=40"), tmp_path)
-    kinds = Counter(key[0][2:3] + (key[0][1].stop.max_steps,) for key in run.captured._kinds)
+    run = trained_the_same(copy_recipe(*jitter, "train.steps=28", "task.batch_size=4", "train.log_every=7"), tmp_path)
+    kinds = Counter((key[0][1].stop.max_steps, key[0][2]) for key in run.captured._kinds)
     assert len(run.captured._kinds) == len(kinds) == 6  # three budgets, with and without the penalty
-    assert run.captured.recorded == sum(kind.seen > 3 for kind in run.captured._kinds.values()) >= 4
-    assert run.captured.replayed == sum(max(0, kind.seen - 3) for kind in run.captured._kinds.values()) >= 15
+    assert run.captured.recorded == sum(kind.seen > 3 for kind in run.captured._kinds.values()) >= 3
+    assert run.captured.replayed == sum(max(0, kind.seen - 3) for kind in run.captured._kinds.values()) >= 8
 
 
+@pytest.mark.slow
 def test_kinds_are_forgotten_when_there_are_many(emulated, tmp_path, monkeypatch):
     monkeypatch.setattr(captured_step, "MOST_KINDS", 2)
-    run = trained_the_same(copy_recipe("jitter.low=-1", "jitter.high=1", "train.steps=14"), tmp_path)
+    run = trained_the_same(copy_recipe("jitter.low=-1", "jitter.high=1", "train.steps=10"), tmp_path)
     assert len(run.captured._kinds) == 2
 
 
@@ -254,14 +291,15 @@ def test_from_the_stack_to_the_equilibrium(emulated, tmp_path):
     assert (run.captured.recorded, run.captured.replayed) == (2, 4)
 
 
+@pytest.mark.slow
 def test_values_of_a_batch_that_a_task_reads_are_part_of_the_kind(emulated, tmp_path):
     """A pass over the text begins without memory."""
-    given = text_recipe(tmp_path / "text", "train.steps=70", "train.log_every=70", "train.save_every=70", **TRELLIS)
+    given = text_recipe(tmp_path / "text", "task.length=48", "train.steps=17", "train.log_every=6", **TRELLIS)
     run = trained_the_same(given, tmp_path)
     assert list(run.captured._read) == ["starts"]
     starting = [kind for key, kind in run.captured._kinds.items() if ("starts", True) in key[4]]
     assert sum(kind.seen for kind in starting) >= 4
-    assert run.captured.replayed > 50
+    assert run.captured.replayed >= 7
 
 
 # Refusals
@@ -323,9 +361,9 @@ def test_a_run_is_evaluated_interrupted_and_resumed(emulated, tmp_path, interrup
     )
     whole = trained_the_same(given, tmp_path)
     assert whole.captured.replayed == 5
-    interrupt(6)
+    interrupt(7)
     part = fit(given, tmp_path / "parts")
-    assert (part.state.step, part.captured.replayed) == (6, 2)
+    assert (part.state.step, part.captured.replayed) == (7, 3)
     interrupt.never()
     assert fit(given, tmp_path / "parts", resume=True).state.step == 9
     assert same(saved(tmp_path / "parts"), saved(tmp_path / "captured"))
@@ -386,8 +424,6 @@ class Reading(nn.Module):
 
 
 class Counting(nn.Module):
-    calls = 0
-
     def __init__(self):
         super().__init__()
         self.seen = 0
@@ -511,7 +547,7 @@ def test_solves_inside_of_a_larger_recording_have_recordings_of_their_own(monkey
             solution = deq(x)
             values.append((solution.value, *torch.autograd.grad(loss_of(solution.value), [x, *deq.parameters()])))
     for other in values[1:]:
-        assert_close(other, values[0], 1e-12)
+        assert_close(other, values[0], 1e-6)  # the bound of the spectral norm gets tighter from solve to solve
     assert len(used) == 1  # at once, and the same again
     assert deq.capture.recorded == 2
     assert deq.capture.fallbacks == {"the shape is new": 1}

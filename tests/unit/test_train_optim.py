@@ -16,6 +16,7 @@ from equipoise.train import (
     NonFiniteGradientError,
     Stepper,
     WeightAverage,
+    optim,
     set_learning_rate,
 )
 from equipoise.train.optim import OPTIMISERS, parameter_groups
@@ -380,6 +381,78 @@ def test_a_fused_optimiser_leaves_out_the_same_steps(kind):
     assert steppers[0].metrics() == pytest.approx(steppers[1].metrics(), rel=1e-6)
     assert steppers[1].metrics()["skipped"] == 3
     assert steppers[1].state_dict()["guard"] == {"skipped": 3, "skipped_in_a_row": 0}
+
+
+def test_a_refused_first_step_leaves_no_momentum(monkeypatch):
+    """Fused kernels make its memory when they make a step, and leave it arbitrary when they do not."""
+    monkeypatch.setattr(optim, "_fused", lambda groups: True)
+    plain, fused = linear().float(), linear().float()
+    steppers = [
+        Stepper(torch.optim.SGD([{"params": plain.parameters(), "initial_lr": 0.5}], momentum=0.5), Clip().start()),
+        Stepper(SGD(lr=0.5, momentum=0.5).build(fused), Clip().start()),
+    ]
+    for x in (math.nan, 1.0, 2.0):
+        for model, stepper in zip((plain, fused), steppers, strict=True):
+            stepper.backward(model(torch.full((2, 3), x)).sum())
+            stepper.step(model, 1.0)
+        torch.testing.assert_close(fused.weight, plain.weight, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "settings", [Adam(lr=0.25), AdamW(lr=0.25, weight_decay=0.5, no_decay=("bias",)), SGD(lr=0.25)]
+)
+def test_rates_are_read_from_tensors_for_a_while(monkeypatch, settings):
+    monkeypatch.setattr(optim, "_fused", lambda groups: True)
+    plain, other = linear().float(), linear().float()
+    steppers = [Stepper(settings.build(model), Clip().start()) for model in (plain, other)]
+    rates = [torch.tensor(0.0) for _ in steppers[1].optimizer.param_groups]
+    before = [dict(group) for group in steppers[1].optimizer.param_groups]
+    for k, factor in enumerate((1.0, 0.5, 0.125)):
+        for model in (plain, other):
+            set_gradients(model, k)
+        steppers[0].step(plain, factor)
+        for rate in rates:
+            rate.fill_(0.25 * factor)
+        with steppers[1].rates_in(rates, recorded=True):
+            steppers[1].apply(steppers[1].guard.clip(other))
+        torch.testing.assert_close(other.weight, plain.weight, rtol=1e-6, atol=1e-7)
+    assert steppers[1].optimizer.param_groups == before
+    assert steppers[1].optimizer.found_inf is None
+
+
+def test_norms_are_counted_in_order_and_later():
+    guard = Clip(give_up=3).start()
+    for k, norm in enumerate((math.nan, math.inf, 1.0, math.nan)):
+        guard.note(torch.tensor(norm))
+        guard.catch_up(beyond=3)
+        assert len(guard._unread) == (0 if k == 3 else k + 1)
+    assert (guard.skipped, guard.skipped_in_a_row) == (3, 1)
+    assert math.isnan(guard.norm)
+    for _ in range(2):
+        guard.note(torch.tensor(math.nan))
+    with pytest.raises(
+        NonFiniteGradientError, match=r"3 steps in a row had non-finite gradients; 5 steps were skipped"
+    ):
+        guard.state_dict()
+
+
+def test_a_steady_average_is_a_blend_that_is_not_counted():
+    model = linear()
+    whole, blended = (WeightAverage(Averaging(decay=0.9, start=1)) for _ in range(2))
+    for step in range(5):
+        with torch.no_grad():
+            model.weight.add_(step)
+        whole.update(model, step)
+        assert blended.steady(step) == (step >= 2)
+        if blended.steady(step):
+            blended.blend(model)
+        else:
+            blended.update(model, step)
+    assert torch.equal(averaged(model, blended), averaged(model, whole))
+    assert (whole.count, blended.count) == (4, 1)
+    uniform = WeightAverage(Averaging(kind="uniform"))
+    uniform.update(model, 0)
+    assert not uniform.steady(1)
 
 
 def test_a_fused_optimiser_gives_up_one_step_late():
