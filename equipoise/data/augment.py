@@ -5,6 +5,7 @@ whole batch, so nothing depends on a generator's state.
 """
 
 import abc
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,9 +46,14 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         mean: Of each channel, on the scale 0 to 1.
         std: Likewise.
     """
-    shift = torch.tensor(mean, device=images.device).view(-1, 1, 1)
-    scale = torch.tensor(std, device=images.device).view(-1, 1, 1)
-    return (images.float() / 255 - shift) / scale
+    shift, scale = constants(tuple(mean), images.device), constants(tuple(std), images.device)
+    return (images.float() / 255 - shift.view(-1, 1, 1)) / scale.view(-1, 1, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers on a device, brought there once: doing so waits for it."""
+    return torch.tensor(values, device=device)
 
 
 @dataclass(frozen=True)

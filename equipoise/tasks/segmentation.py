@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from equipoise._errors import require_count, require_number
-from equipoise.data.augment import Augment, ScaleCrop
+from equipoise.data.augment import Augment, ScaleCrop, constants
 from equipoise.data.images import IGNORE, ImageBatch
 from equipoise.tasks._vision import VisionConfig, VisionTask, mean_of_rows, scores
 from equipoise.tasks.base import mean_metrics, register_task
@@ -78,7 +78,7 @@ class SegmentationTask(VisionTask):
             return torch.ones(len(self.images.classes), device=device)
         if not self.images.class_weights:
             raise ValueError(f"task.class_weights: the data set {self.images.name!r} has none of its own; use 'none'.")
-        return torch.tensor(self.images.class_weights, device=device)
+        return constants(tuple(self.images.class_weights), device)
 
     def metrics(self) -> "MetricCollection":
         metrics = mean_metrics("loss")
