@@ -95,7 +95,8 @@ class Method:
         z, standing, memory, solver = buffers.z, buffers.standing, buffers.memory, self.solver
         rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
         if isinstance(solver, Anderson):
-            anderson_step(z, fz, memory, standing, **rules, ridge=solver.ridge, mixing=solver.mixing)
+            settings: dict[str, Any] = {"ridge": solver.ridge, "mixing": solver.mixing, "bound": solver.bound}
+            anderson_step(z, fz, memory, standing, **rules, **settings)
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
         else:

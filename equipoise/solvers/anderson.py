@@ -39,9 +39,11 @@ class Anderson(Solver):
         memory: Iterates combined.
         mixing: Step along the combined residual.
         ridge: Regularisation, relative to each residual's own size: the Gram matrix is scaled to unit diagonal before
-        it
-            is added. An absolute ridge turns the weights uniform once residuals are small, and one relative to the mean
-            slows larger memories.
+            it is added. An absolute ridge turns the weights uniform once residuals are small, and one relative to the
+            mean slows larger memories.
+        bound: A system whose Σ|α_i| would exceed it takes the plain step; None for no bound. Long transients, as of
+            layers that are causal in time early in training, make weights so large that the iteration may never
+            settle where the plain one converges; 2 helps there. Where the plain iteration diverges it can harm.
 
     Reference: D. G. Anderson, Iterative procedures for nonlinear integral equations, J. ACM 12 (1965).
     """
@@ -49,11 +51,14 @@ class Anderson(Solver):
     memory: int = 6
     mixing: float = 1.0
     ridge: float = 1e-8
+    bound: float | None = None
 
     def __post_init__(self) -> None:
         require_count("Anderson", "memory", self.memory)
         require_number("Anderson", "mixing", self.mixing, low=0.0, high=2.0, open_low=True)
         require_number("Anderson", "ridge", self.ridge, low=0.0)
+        if self.bound is not None:
+            require_number("Anderson", "bound", self.bound, low=1.0)
 
     def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, AndersonState]:
         differentiable = torch.is_grad_enabled()
@@ -73,7 +78,8 @@ class Anderson(Solver):
         filled = len(state.residuals)
         ridge = max(self.ridge, torch.finfo(z[0].dtype).eps)
         gram = self._with_row(state.gram, state.residuals.dots(g).squeeze(1), slot, ridge)
-        weights = residual_weights(gram if filled == self.memory else gram[:, :filled, :filled], z[0].dtype, slot)
+        known = gram if filled == self.memory else gram[:, :filled, :filled]
+        weights = residual_weights(known, z[0].dtype, slot, self.bound)
         proposal = state.images.combine(weights)
         if self.mixing != 1.0:
             proposal = _leaves.axpy(proposal, self.mixing - 1.0, state.residuals.combine(weights))
@@ -93,10 +99,10 @@ class Anderson(Solver):
         return gram
 
 
-def residual_weights(gram: Tensor, work: torch.dtype, newest: int) -> Tensor:
+def residual_weights(gram: Tensor, work: torch.dtype, newest: int, bound: float | None = None) -> Tensor:
     """argmin_α αᵀAα with Σα = 1 for Gram matrices A (N, k, k), ridge included, in the dtype `work`.
 
-    A system whose matrix cannot be factorised gets a plain step: all weight on the newest slot.
+    A system whose matrix cannot be factorised, or with Σ|α| above `bound`, gets a plain step: all weight on the newest.
     """
     factor, info = torch.linalg.cholesky_ex(gram)
     grad = torch.is_grad_enabled()
@@ -105,11 +111,12 @@ def residual_weights(gram: Tensor, work: torch.dtype, newest: int) -> Tensor:
         factor = torch.linalg.cholesky_ex(torch.where((info == 0)[:, None, None], gram, identity))[0]
     solved = torch.cholesky_solve(gram.new_ones((len(gram), gram.shape[1], 1)), factor).squeeze(2)
     weights = (solved / solved.sum(dim=1, keepdim=True)).to(work)
-    if not grad and info.is_cpu and not torch.compiler.is_compiling() and info.nonzero().shape[0] == 0:
+    sound = info == 0 if bound is None else (info == 0) & (weights.abs().sum(dim=1) <= bound)
+    if not grad and info.is_cpu and not torch.compiler.is_compiling() and bool(sound.all()):
         return weights  # the usual case, for the price of one look
     plain = torch.zeros_like(weights)
     plain[:, newest] = 1.0
-    return torch.where((info == 0)[:, None], weights, plain)
+    return torch.where(sound[:, None], weights, plain)
 
 
 def _constants(k: int, ridge: float, dtype: torch.dtype, device: torch.device) -> list[Tensor]:

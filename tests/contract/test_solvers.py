@@ -206,6 +206,22 @@ def test_anderson_equals_constrained_least_squares(memory, ridge, mixing):
         assert (a - b).norm() <= 1e-9 * b.norm().clamp_min(1)
 
 
+def test_bounded_weights_settle_on_a_causal_map_where_unbounded_ones_do_not():
+    """Each step of time depends on the one before it: the plain iteration ends after as many steps at most."""
+    torch.manual_seed(0)
+    x, mix = torch.randn(6, 30, 3, dtype=torch.float64), 2 * torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64))[0]
+
+    def f(z):
+        return torch.tanh(torch.cat([torch.zeros_like(z[:, :1]), z[:, :-1]], dim=1) @ mix + x)
+
+    def solved(**settings):
+        stop = eq.Stop(rtol=1e-6, max_steps=60)
+        return eq.fixed_point(f, torch.zeros_like(x), solver=eq.Anderson(memory=5, **settings), stop=stop).stats.ok
+
+    assert int(solved(bound=1.0).sum()) == 6  # every step is plain
+    assert int(solved(bound=2.0).sum()) > int(solved().sum())
+
+
 def test_anderson_with_memory_one_is_the_plain_iteration():
     case = tanh_map(n=6, batch=3)
     got, want = (drive(solver, case, 5)[0] for solver in (eq.Anderson(memory=1), eq.Picard()))
@@ -587,7 +603,7 @@ def test_solvers_are_values(name):
 
 
 def test_solver_reprs():
-    assert repr(eq.Anderson()) == "Anderson(memory=6, mixing=1.0, ridge=1e-08)"
+    assert repr(eq.Anderson()) == "Anderson(memory=6, mixing=1.0, ridge=1e-08, bound=None)"
     assert repr(eq.Broyden(memory=5)) == "Broyden(memory=5, step=1.0, line_search=False)"
     assert repr(eq.Picard()) == "Picard(damping=1.0)"
     assert repr(eq.NewtonKrylov()) == "NewtonKrylov(linear=GMRES(max_steps=30, rtol=0.001))"

@@ -107,6 +107,26 @@ def test_follows_the_formula_past_the_end_of_the_ring(small_blocks, backend, n, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_beyond_their_bound_give_a_plain_step(backend):
+    """Residuals that grow along one direction ask for extrapolation: the more so, the less they grow."""
+    (z, kept, standing), growth = start(3, 21, 3), torch.tensor([[1.3], [1.6], [2.5]], device=DEVICE)
+    first = image(z)
+    residual = first - z[0]
+    anderson_step(z, [first], kept, standing, stop=FIXED, ridge=RIDGE, backend=backend)
+    second = z[0] + growth * residual + 0.01 * image(z)
+    before = copy_of(z, kept, standing)
+    anderson_step(z, [second], kept, standing, stop=FIXED, ridge=RIDGE, backend=backend)
+    sizes = kept.weights.abs().sum(dim=1)
+    bound = float(sizes.median() + sizes.max()) / 2
+    again, memory, progress = before
+    anderson_step(again, [second], memory, progress, stop=FIXED, ridge=RIDGE, bound=bound, backend=backend)
+    plain = sizes > bound
+    assert int(plain.sum()) == 1
+    assert torch.equal(again[0][~plain], z[0][~plain])
+    torch.testing.assert_close(again[0][plain], second[plain], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_memory_of_sixteen(backend):
     z, kept, standing = start(1, 40, 16)
     zs, fzs = [], []
@@ -282,7 +302,8 @@ def iterate(f, z, solver, stop, steps, backend):
     z = [z.clone()]
     kept, standing = AndersonMemory.empty(z, solver.memory), Standing.start(z)
     for _ in range(steps):
-        options = {"ridge": solver.ridge, "mixing": solver.mixing, "floor": precision_floor(z[0].dtype)}
+        options = {"ridge": solver.ridge, "mixing": solver.mixing, "bound": solver.bound}
+        options["floor"] = precision_floor(z[0].dtype)
         anderson_step(z, [f(z[0])], kept, standing, stop=stop, backend=backend, **options)
     return z[0], standing
 
@@ -295,6 +316,7 @@ def iterate(f, z, solver, stop, steps, backend):
         (eq.Anderson(memory=3), eq.Stop(rtol=1e-6, max_steps=40, select="last")),
         (eq.Anderson(memory=2), eq.Stop(rtol=1e-18, max_steps=60, plateau=4)),
         (eq.Anderson(memory=2, ridge=0.1), eq.Stop(rtol=1e-8, max_steps=9)),
+        (eq.Anderson(memory=4, bound=1.5), eq.Stop(rtol=1e-8, max_steps=40)),
     ],
 )
 def test_twin_equals_the_driver(solver, stop):

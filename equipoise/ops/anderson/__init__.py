@@ -76,6 +76,7 @@ def anderson_step(
     floor: float = 0.0,
     ridge: float = 1e-8,
     mixing: float = 1.0,
+    bound: float | None = None,
     backend: str = "auto",
 ) -> None:
     """Measure the iterates z with images f(z), and replace them by Anderson's proposals. All in place.
@@ -98,6 +99,7 @@ def anderson_step(
         floor: The relative residual at which rounding in f decides (`equipoise._stop.precision_floor`).
         ridge: As in `equipoise.Anderson`; at least the machine epsilon is used.
         mixing: As in `equipoise.Anderson`.
+        bound: As in `equipoise.Anderson`.
         backend: "auto", "naive" or "triton".
     """
     require_number("anderson_step", "mixing", mixing, low=0.0, high=2.0, open_low=True)
@@ -128,4 +130,5 @@ def anderson_step(
         rules,
         ridge,
         mixing,
+        bound,
     )

@@ -20,6 +20,7 @@ def step(
     rules: Rules,
     ridge: float,
     mixing: float,
+    bound: float | None,
 ) -> None:
     """See `anderson_step`; everything is written in place."""
     work = standing.residual.dtype
@@ -38,7 +39,7 @@ def step(
     row[:, slot] *= 1 + ridge
     gram[rows, slot, :filled] = row[rows]
     gram[rows, :filled, slot] = row[rows]
-    weights[rows, :filled] = residual_weights(gram[:, :filled, :filled], weights.dtype, slot)[rows]
+    weights[rows, :filled] = residual_weights(gram[:, :filled, :filled], weights.dtype, slot, bound)[rows]
     weights[rows, filled:] = 0
     alpha = weights[:, :filled].to(work)
     proposal = [torch.einsum("nm,nmd->nd", alpha, ring[:, :filled].to(work)) for ring in images]

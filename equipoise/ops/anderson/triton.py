@@ -1,6 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """The kernels of `anderson_step`: measure (a block of one system), solve (a system), mix (a block of one system)."""
 
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -86,6 +88,7 @@ def _solve(
     limit_ptr,
     num_blocks,
     ridge,
+    bound,
     rtol,
     atol,
     diverge,
@@ -161,8 +164,10 @@ def _solve(
     w = w / tl.sum(tl.where(index[:, None] == index[None, :], gram, 0.0), axis=1)
     total = tl.sum(tl.where(used, w, 0.0), axis=0)
     sound = sound & _kernels.is_finite(total) & (total > 0.0)
+    w = w / total
+    sound = sound & (tl.sum(tl.where(used, tl.abs(w), 0.0), axis=0) <= bound)
     plain = tl.where(index == slot, 1.0, 0.0)
-    tl.store(weights_ptr + row * MEMORY + index, tl.where(sound, w / total, plain), mask=index < MEMORY)
+    tl.store(weights_ptr + row * MEMORY + index, tl.where(sound, w, plain), mask=index < MEMORY)
 
 
 @triton.jit
@@ -223,6 +228,7 @@ def step(
     rules: Rules,
     ridge: float,
     mixing: float,
+    bound: float | None,
 ) -> None:
     """See `anderson_step`."""
     n, memory = gram.shape[:2]
@@ -265,6 +271,7 @@ def step(
         action,
         num_blocks=total,
         ridge=ridge,
+        bound=math.inf if bound is None else bound,
         MEMORY=memory,
         SLOTS=slots,
         CHUNK=min(triton.next_power_of_2(total), MOST_CHUNK),
