@@ -14,6 +14,7 @@ import torch
 
 from equipoise.data import DamagedDataError, MissingDataError, list_data, load_data, load_text
 from equipoise.data.files import TextFile, checksum
+from equipoise.data.images import IMAGES
 from equipoise.data.readers import read_embedded
 from equipoise.data.text import CORPORA, Corpus
 
@@ -192,7 +193,7 @@ def test_every_known_corpus_says_how_to_get_it(name, tmp_path):
 
 
 def test_registry_lists_corpora_and_tasks():
-    assert list_data() == sorted([*NAMES, "embedded", "copy_memory"])
+    assert list_data() == sorted([*NAMES, *IMAGES, "embedded", "copy_memory"])
     assert list_data("wiki*") == ["wiki20k", "wikitext103", "wikitext2"]
     assert load_data("embedded", tokens="byte").name == "embedded"
     with pytest.raises(ValueError, match="unknown data set 'embeded'; did you mean 'embedded'"):
