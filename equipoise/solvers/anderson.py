@@ -111,12 +111,12 @@ def residual_weights(gram: Tensor, work: torch.dtype, newest: int, bound: float 
         factor = torch.linalg.cholesky_ex(torch.where((info == 0)[:, None, None], gram, identity))[0]
     solved = torch.cholesky_solve(gram.new_ones((len(gram), gram.shape[1], 1)), factor).squeeze(2)
     weights = (solved / solved.sum(dim=1, keepdim=True)).to(work)
-    sound = info == 0 if bound is None else (info == 0) & (weights.abs().sum(dim=1) <= bound)
-    if not grad and info.is_cpu and not torch.compiler.is_compiling() and bool(sound.all()):
+    unfit = info if bound is None else (info != 0) | (weights.abs().sum(dim=1) > bound)
+    if not grad and info.is_cpu and not torch.compiler.is_compiling() and unfit.nonzero().shape[0] == 0:
         return weights  # the usual case, for the price of one look
     plain = torch.zeros_like(weights)
     plain[:, newest] = 1.0
-    return torch.where(sound[:, None], weights, plain)
+    return torch.where((unfit == 0)[:, None], weights, plain)
 
 
 def _constants(k: int, ridge: float, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
