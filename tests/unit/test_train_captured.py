@@ -494,7 +494,8 @@ def test_a_task_that_uses_the_number_of_the_step_is_not_recorded(emulated, tmp_p
 
     monkeypatch.setattr(CopyMemoryTask, "training_step", training_step)
     with told_once("the task uses the number of the step"):
-        trained_the_same(copy_recipe("train.steps=4"), tmp_path)
+        run = trained_the_same(copy_recipe("train.steps=4"), tmp_path)
+    assert run.captured.replayed == 0
 
 
 # Parts
