@@ -231,7 +231,7 @@ class CaptureEngine:
         like.in_dims = problem.in_dims
         known = _Known(shape, Watch(deq.cell), like)
         if look is not None:
-            _remember(self._known, look, known, MOST_KNOWN)
+            remember(self._known, look, known, MOST_KNOWN)
         return recording, known
 
     def _recording(
@@ -239,7 +239,7 @@ class CaptureEngine:
     ) -> tuple[_Shape, Recording]:
         if key in self._hopeless:
             raise CannotCapture(self._hopeless[key])
-        _remember(self._seen, key, self._seen.get(key, 0) + 1, MOST_REMEMBERED)
+        remember(self._seen, key, self._seen.get(key, 0) + 1, MOST_REMEMBERED)
         if deq.engine == "auto" and not inline() and self._seen[key] < WORTH_RECORDING:
             raise CannotCapture("the shape is new")
         shape = self._shapes.get(key, _Shape())
@@ -273,7 +273,7 @@ class CaptureEngine:
                 raise
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             reason = first_line if isinstance(error, CannotCapture) else f"the cell cannot be recorded ({first_line})"
-            _remember(self._hopeless, key, reason, MOST_REMEMBERED)
+            remember(self._hopeless, key, reason, MOST_REMEMBERED)
             raise CannotCapture(reason) from error
 
 
@@ -281,7 +281,8 @@ def _detached(problem: Problem, start: Tree) -> Leaves:
     return [leaf.detach() for leaf in problem.start(start)]
 
 
-def _remember(table: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+def remember(table: OrderedDict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Put a value into a table that keeps so many, those used last."""
     table[key] = value
     table.move_to_end(key)
     while len(table) > most:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from equipoise._compat import inside_a_transform
 from equipoise._errors import unknown_name
 
 BACKENDS = ("auto", "naive", "triton")
@@ -30,6 +31,43 @@ def use_kernel(operation: str, backend: str, tensors: Iterable[Tensor]) -> bool:
     if backend == "triton" and obstacle is not None:
         raise ValueError(f"{operation}: backend='triton' cannot run here: {obstacle}. Use backend='auto' or 'naive'.")
     return obstacle is None
+
+
+def use_differentiable_kernel(operation: str, backend: str, tensors: Iterable[Tensor]) -> bool:
+    """As `use_kernel`, for an operation that autograd goes through.
+
+    Forward mode and torch.func get the twin unless the kernel is asked for, and inside torch.compile it is traced.
+    """
+    if torch.compiler.is_compiling() or (backend == "auto" and inside_a_transform()):
+        return False
+    return use_kernel(operation, backend, tensors)
+
+
+def through_twin(
+    outputs: Iterable[Tensor],
+    grads: Iterable[Tensor | None],
+    inputs: Iterable[Tensor | None],
+    needed: Iterable[bool],
+    create_graph: bool = True,
+) -> tuple[Tensor | None, ...]:
+    """The backward pass of a kernel by its plain twin, so that it can be differentiated again.
+
+    Args:
+        outputs: What the twin makes of the inputs.
+        grads: Their cotangents; not all None.
+        inputs: Those of the operation.
+        needed: Which of them want a cotangent.
+        create_graph: Whether the cotangents are functions of all they depend on.
+
+    Returns:
+        The cotangents of the inputs, None where none is wanted.
+    """
+    needed = tuple(needed)
+    sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need and tensor is not None]
+    pairs = [(output, grad) for output, grad in zip(outputs, grads, strict=True) if grad is not None]
+    values, cotangents = zip(*pairs, strict=True)
+    found = iter(torch.autograd.grad(values, sources, cotangents, create_graph=create_graph, allow_unused=True))
+    return tuple(next(found) if need else None for need in needed)
 
 
 def _obstacle(tensors: list[Tensor]) -> str | None:

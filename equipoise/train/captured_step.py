@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise._capture import remember
 from equipoise._draws import Rows
 from equipoise._fingerprint import OF_EVERY_MODULE, PLAIN_VALUES
 from equipoise._recording import CannotCapture, Recording, Snapshot
@@ -310,12 +311,9 @@ class CapturedSteps:
 
     def _kind(self, key: Any, blends: bool, rows: Rows) -> _Kind:
         """What is known of steps with a key."""
-        if key not in self._kinds:
-            self._kinds[key] = _Kind(blends, rows)
-        self._kinds.move_to_end(key)
-        while len(self._kinds) > MOST_KINDS:
-            self._kinds.popitem(last=False)
-        return self._kinds[key]
+        kind = self._kinds.get(key) or _Kind(blends, rows)
+        remember(self._kinds, key, kind, MOST_KINDS)
+        return kind
 
     def _make(
         self, kind: _Kind, batch: Any, carry: Any, plan: StepPlan | None, factor: float, seed: int, step: int

@@ -1,7 +1,6 @@
 """Relative attention by its kernels on a CUDA device, at the shapes that are measured, and in captured solves."""
 
 import copy
-import itertools
 import warnings
 from contextlib import nullcontext
 
@@ -13,6 +12,7 @@ from equipoise.bench.cells import SHAPES
 from equipoise.models.deq_transformer import DEQTransformer, DEQTransformerConfig
 from equipoise.nn.attention import RelativeAttention
 from equipoise.ops import attend
+from tests.gpu.devices import losses_in_training
 from tests.gradients import relative_error
 
 pytestmark = [
@@ -31,14 +31,6 @@ ODD = [
     (1, 1, 1, 0, 1, None, 1),
     (1, 1, 200, 1, 3, 1, 1),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def arguments(batch, heads, length, past, features, ahead, dtype=torch.float32):
@@ -227,18 +219,7 @@ def test_captured_training_equals_eager_training(autocast, memory_length, launch
     losses = []
     for model, engine in ((eager, "eager"), (captured, "captured")):
         model.deq.engine = engine
-        optimiser = torch.optim.AdamW(model.parameters(), 3e-3)
-        torch.manual_seed(1)
-        memory, seen = None, []
-        for segment, targets in itertools.pairwise(tokens):
-            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-                output = model(segment, targets, memory)
-            memory = output.memory
-            optimiser.zero_grad(set_to_none=True)
-            output.losses.mean().backward()
-            optimiser.step()
-            seen.append(output.losses.detach())
-        losses.append(torch.stack(seen))
+        losses.append(losses_in_training(model, tokens, autocast))
         assert launches
         launches.clear()
     assert relative_error(losses[1], losses[0]) <= (3e-2 if autocast else 1e-3)

@@ -2,9 +2,7 @@
 
 import copy
 import gc
-import itertools
 import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ import equipoise as eq
 from equipoise import _loop
 from equipoise._tape import Graphs
 from tests.captured import recordings_of
+from tests.gpu.devices import losses_in_training, waiting_is_an_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,14 +23,6 @@ SOLVERS = [eq.Picard(), eq.Picard(0.7), eq.Anderson(), eq.Anderson(memory=3, mix
 SOLVERS += [eq.Broyden(memory=5), eq.Broyden(step=0.8)]
 LOOSE = eq.Stop(rtol=1e-4, max_steps=60)
 FIXED = eq.Stop(rtol=0, max_steps=10)
-
-
-@pytest.fixture(autouse=True)
-def _exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 class Cell(nn.Module):
@@ -94,17 +85,6 @@ def agree(ours, theirs, value, gradient, statistics=True):
         for x, y in ((sa, sb), (ba, bb)) if statistics else ():
             assert torch.equal(x.status, y.status)
             assert (x.steps - y.steps).abs().max() <= 1
-
-
-@contextmanager
-def waiting_is_an_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # Results
@@ -188,18 +168,7 @@ def test_training_of_language_models(name, autocast):
     losses = []
     for trained, engine in ((twin, "eager"), (model, "captured")):
         trained.deq.engine = engine
-        optimiser = torch.optim.AdamW(trained.parameters(), 3e-3)
-        torch.manual_seed(1)
-        memory, seen = None, []
-        for segment, targets in itertools.pairwise(tokens):
-            with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-                output = trained(segment, targets, memory)
-            memory = output.memory
-            optimiser.zero_grad(set_to_none=True)
-            output.losses.mean().backward()
-            optimiser.step()
-            seen.append(output.losses.detach())
-        losses.append(torch.stack(seen))
+        losses.append(losses_in_training(trained, tokens, autocast))
     assert relative(losses[1], losses[0]) <= (3e-2 if autocast else 1e-3)
     assert not model.deq.capture.fallbacks
     assert model.deq.capture.replayed == 3

@@ -1,13 +1,11 @@
 """The core on a CUDA device: the lagged check, selection by `where`, and the backward thread differ from the CPU."""
 
-import warnings
-from contextlib import contextmanager
-
 import pytest
 import torch
 from torch import nn
 
 import equipoise as eq
+from tests.gpu.devices import waiting_is_an_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,17 +26,6 @@ def tanh_problem(batch=9, n=24, dtype=torch.float64, norm=0.9, seed=0):
 
 def f(z, w, x):
     return torch.tanh(z @ w.T + x)
-
-
-@contextmanager
-def waiting_is_an_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("solver", [*SOLVERS, eq.NewtonKrylov(), eq.Ladder()], ids=str)

@@ -1,8 +1,6 @@
 """The learned solver on a CUDA device: the results of the CPU, no waiting, steps that can be recorded."""
 
 import copy
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import nn
 import equipoise as eq
 from equipoise.solvers import hyper_solver_for
 from equipoise.tasks.hyper import FitSettings, fit_hyper_solver
+from tests.gpu.devices import waiting_is_an_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,16 +18,6 @@ pytestmark = [
 
 SIZES = {"hidden": 8, "compressed": 6, "width": 8, "budget": None}
 FIXED = eq.Stop(rtol=0, max_steps=9, select="last")
-
-
-@pytest.fixture(autouse=True)
-def _exact_products():
-    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before)
-    torch.backends.cudnn.allow_tf32 = convolutions
 
 
 class Sequence(nn.Module):
@@ -104,17 +93,6 @@ def leaves(tree):
 
 def close(a, b, tolerance=1e-4):
     return all((x.cpu() - y.cpu()).abs().max() <= tolerance for x, y in zip(leaves(a), leaves(b), strict=True))
-
-
-@contextmanager
-def waiting_is_an_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", CASES)

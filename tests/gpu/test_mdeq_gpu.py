@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import warnings
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 
 import equipoise as eq
 from equipoise.models.registry import create_model
+from tests.gpu.devices import waiting_is_an_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,16 +17,6 @@ pytestmark = [
 ]
 
 FIXED = eq.Stop(rtol=0, max_steps=6)
-
-
-@pytest.fixture(autouse=True)
-def _exact_products():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
 
 
 def plan_of(solver=eq.Anderson(), stop=FIXED):
@@ -133,17 +122,6 @@ def test_engines_agree_in_inference(autocast):
         assert (ours.solution.stats.steps - theirs.solution.stats.steps).abs().max() <= (10 if autocast else 1)
     assert captured.deq.capture.recorded == 1
     assert captured.deq.capture.replayed == 2
-
-
-@contextmanager
-def waiting_is_an_error():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_fixed_budget_never_waits_for_the_device():

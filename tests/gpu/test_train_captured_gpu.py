@@ -61,16 +61,6 @@ MDEQ = {
 EMA = 'train.averaging={kind="ema", decay=0.9, start=3}'
 
 
-@pytest.fixture(autouse=True)
-def _exact_products():
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
-
-
 def given_for(name, folder, *overrides):
     if name == "mdeq":
         return recipe(MDEQ, *COMMON, *overrides)

@@ -19,14 +19,6 @@ BARS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 SIZES = [(4, 70, 1400, 1), (3, 33, 129, 2), (2, 5, 24, 7)]
 
 
-@pytest.fixture(autouse=True)
-def _exact_products():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
 def normal(*shape, dtype=torch.float32):
     return torch.randn(shape, device="cuda").to(dtype)
 

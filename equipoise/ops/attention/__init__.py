@@ -1,11 +1,10 @@
 """Causal attention by content and by distance: one kernel forward, two for its VJP."""
 
-import torch
 from torch import Tensor
 
-from equipoise._compat import autocast_dtype, inside_a_transform
+from equipoise._compat import autocast_dtype
 from equipoise._errors import require_count
-from equipoise.ops._backend import use_kernel
+from equipoise.ops._backend import use_differentiable_kernel
 from equipoise.ops.attention import naive
 
 LARGEST_HEAD = 128
@@ -68,8 +67,7 @@ def attend(
 
 def takes_kernel(query: Tensor, *others: Tensor, backend: str = "auto") -> bool:
     """Whether `attend` would use its kernels for these arguments, here and now; an error if asked for in vain."""
-    transformed = torch.compiler.is_compiling() or (backend == "auto" and inside_a_transform())
-    if transformed or query.numel() == 0 or not use_kernel("attend", backend, (query, *others)):
+    if query.numel() == 0 or not use_differentiable_kernel("attend", backend, (query, *others)):
         return False
     mixed = any(other.dtype != query.dtype for other in others) and autocast_dtype(query.device.type) is None
     if query.shape[-1] <= LARGEST_HEAD and not mixed:

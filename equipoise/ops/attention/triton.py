@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise._compat import reenter_autocast
+from equipoise.ops._backend import through_twin
 from equipoise.ops.attention import naive
 
 
@@ -495,21 +496,12 @@ class Attend(torch.autograd.Function):
         dout = grads[0]
         if dout is None:
             return (None,) * 8
-        if torch.is_grad_enabled():
-            return *_differentiable_backward(ctx, inputs, dout), None, None, None
         query, key, value, by_distance, bias = inputs
+        if torch.is_grad_enabled():
+            with reenter_autocast(query.device.type, ctx.autocast):
+                biased = query if bias is None else query + bias
+                twin = naive.attend(biased, key, value, by_distance, scale=ctx.scale, local_size=ctx.local_size)
+            return *through_twin([twin], [dout], inputs, ctx.needs_input_grad[:5]), None, None, None
         given = query, key, value, by_distance, bias, out, lse, dout.contiguous()
         dq, dk, dv, ddistance = backward(*given, ctx.scale, ctx.local_size)
         return dq, dk, dv, ddistance, None if bias is None else dq, None, None, None
-
-
-def _differentiable_backward(ctx: Any, inputs: list[Any], grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The cotangents through the plain twin, as functions of all they depend on."""
-    query, key, value, by_distance, bias = inputs
-    needed = ctx.needs_input_grad[:5]
-    sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    with reenter_autocast(query.device.type, ctx.autocast):
-        biased = query if bias is None else query + bias
-        out = naive.attend(biased, key, value, by_distance, scale=ctx.scale, local_size=ctx.local_size)
-    found = iter(torch.autograd.grad(out, sources, grad, create_graph=True))
-    return tuple(next(found) if need else None for need in needed)

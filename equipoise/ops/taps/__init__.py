@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from equipoise._compat import autocast_dtype, inside_a_transform
+from equipoise._compat import autocast_dtype
 from equipoise._errors import require_count
-from equipoise.ops._backend import use_kernel
+from equipoise.ops._backend import use_differentiable_kernel
 from equipoise.ops.taps import naive
 
 
@@ -50,7 +50,7 @@ def gather_taps(
     dtype = dtype or product_dtype(h)
     tensors = [tensor for tensor in (h, before, mask) if tensor is not None]
     nothing_to_do = h.numel() == 0 or (kernel_size == 1 and mask is None)
-    if nothing_to_do or _transformed(backend) or not use_kernel("gather_taps", backend, tensors):
+    if nothing_to_do or not use_differentiable_kernel("gather_taps", backend, tensors):
         return naive.rows(h, before, mask, kernel_size, dilation, dtype)
     from equipoise.ops.taps import triton as kernels
 
@@ -82,15 +82,11 @@ def drop_taps(
     if kept.dtype != torch.bool:
         raise TypeError(f"drop_taps: kept must hold truth values, got {kept.dtype}.")
     dtype = dtype or weight.dtype
-    if weight.numel() == 0 or _transformed(backend) or not use_kernel("drop_taps", backend, (weight,)):
+    if weight.numel() == 0 or not use_differentiable_kernel("drop_taps", backend, (weight,)):
         return naive.dropped(weight, kept, scale, dtype)
     from equipoise.ops.taps import triton as kernels
 
     return kernels.Dropped.apply(weight, kept, scale, dtype)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _transformed(backend: str) -> bool:
-    return torch.compiler.is_compiling() or (backend == "auto" and inside_a_transform())
 
 
 def _check(h: Tensor, before: Tensor, mask: Tensor | None, kernel_size: int, dilation: int) -> None:

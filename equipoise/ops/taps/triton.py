@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.ops._backend import through_twin
 from equipoise.ops.taps import naive
 
 # Steps and features per program of `gather_taps`, and its warps.
@@ -169,20 +170,14 @@ class Rows(torch.autograd.Function):
         h, before, mask = ctx.saved_tensors
         needs_h, needs_before, needs_mask = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() or needs_mask:
-            return *_plain_backward(ctx, (h, before, mask), grads[0]), None, None, None
+            create_graph, inputs = torch.is_grad_enabled(), (h, before, mask)
+            with torch.enable_grad():
+                rows = naive.rows(*inputs, *ctx.options)
+            found = through_twin([rows], grads, inputs, ctx.needs_input_grad[:3], create_graph)
+            return *found, None, None, None
         mask = None if mask is None else mask.contiguous()
         dh, dbefore = scatter(grads[0].contiguous(), h, before, mask, ctx.options[1], needs_before)
         return dh if needs_h else None, dbefore, None, None, None, None
-
-
-def _plain_backward(ctx: Any, inputs: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The cotangents through the plain twin, with a graph of their own if one is being made."""
-    create_graph, needed = torch.is_grad_enabled(), ctx.needs_input_grad[:3]
-    sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    with torch.enable_grad():
-        rows = naive.rows(*inputs, *ctx.options)
-    found = iter(torch.autograd.grad(rows, sources, grad, create_graph=create_graph, allow_unused=True))
-    return tuple(next(found) if need else None for need in needed)
 
 
 class Dropped(torch.autograd.Function):

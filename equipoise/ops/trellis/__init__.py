@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from equipoise._compat import inside_a_transform
-from equipoise.ops._backend import use_kernel
+from equipoise.ops._backend import use_differentiable_kernel
 from equipoise.ops.trellis import naive
 
 
@@ -43,8 +42,7 @@ def trellis_cell(
     _check(pre, start, plus)
     dtype = dtype or pre.dtype
     tensors = (pre, start) if plus is None else (pre, start, plus)
-    transformed = torch.compiler.is_compiling() or (backend == "auto" and inside_a_transform())
-    if pre.numel() == 0 or transformed or not use_kernel("trellis_cell", backend, tensors):
+    if pre.numel() == 0 or not use_differentiable_kernel("trellis_cell", backend, tensors):
         h, c = naive.cell(pre, start, plus, dtype)
         return h, c if need_c else None
     from equipoise.ops.trellis import triton as kernels

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equipoise.ops._backend import through_twin
 from equipoise.ops.trellis import naive
 
 # Time steps and features per block, and warps per program, of the cell and of its VJP. With one warp nothing waits at
@@ -313,17 +314,7 @@ class Cell(torch.autograd.Function):
         if dh is None and dc is None:
             return None, None, None, None
         if torch.is_grad_enabled():
-            return *_differentiable_backward((pre, start, plus), ctx.dtype, (dh, dc), ctx.needs_input_grad), None
+            both = naive.cell(pre, start, plus, ctx.dtype)
+            return *through_twin(both, (dh, dc), (pre, start, plus), ctx.needs_input_grad[:3]), None
         dpre, dstart = backward(pre.contiguous() if total is None else total, start.contiguous(), c, dh, dc)
         return dpre, dstart, None if plus is None else dpre.to(plus.dtype), None
-
-
-def _differentiable_backward(inputs: Any, dtype: torch.dtype, grads: Any, needed: Any) -> tuple[Tensor | None, ...]:
-    """The cotangents through the plain twin, as functions of all they depend on."""
-    sources = [tensor for tensor, need in zip(inputs, needed, strict=False) if need]
-    pre, start, plus = inputs
-    both = naive.cell(pre, start, plus, dtype)
-    outputs = [(output, grad) for output, grad in zip(both, grads, strict=True) if grad is not None]
-    values, cotangents = zip(*outputs, strict=True)
-    found = iter(torch.autograd.grad(values, sources, cotangents, create_graph=True, allow_unused=True))
-    return tuple(next(found) if need else None for need in needed[:3])
