@@ -17,7 +17,7 @@ from equipoise.tasks import TASKS, Task
 from equipoise.train.alternate import Alternate
 from equipoise.train.config import ConfigError, Source, Table, read_toml, to_data, with_overrides
 from equipoise.train.optim import AdamW, Averaging, Clip, Optimiser
-from equipoise.train.schedule import Cosine, Jitter, LearningRate, Penalty, PlanSchedule, Plateau, Warmup
+from equipoise.train.schedule import Cosine, Jitter, LearningRate, Opening, Penalty, PlanSchedule, Plateau, Warmup
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Recipe:
         stop: When the forward solve ends; the model's own if None.
         evaluation: The plan of evaluations.
         warmup: The shallow phase at the start.
+        opening: Another solver at first.
         jitter: Of the forward step budget.
         penalty: Of the Jacobian.
         alternate: When a learned solver is fitted and used.
@@ -120,6 +121,7 @@ class Recipe:
     stop: Stop | None = None
     evaluation: Evaluation = Evaluation()
     warmup: Warmup = Warmup()
+    opening: Opening = Opening()
     jitter: Jitter = Jitter()
     penalty: Penalty = Penalty()
     alternate: Alternate = Alternate()
@@ -183,4 +185,4 @@ class Recipe:
         plan = Plan(self.solver or own.solver, self.adjoint or own.adjoint, self.stop or own.stop)
         base = deq.eval_plan or plan
         evaluation = Plan(solver or base.solver, plan.adjoint, stop or base.stop)
-        return PlanSchedule(plan, evaluation, self.warmup, self.jitter, self.penalty, self.train.seed)
+        return PlanSchedule(plan, evaluation, self.warmup, self.opening, self.jitter, self.penalty, self.train.seed)

@@ -18,7 +18,7 @@ from equipoise._module import DEQ, Plan
 from equipoise._registry import Registry
 from equipoise._stop import Stop
 from equipoise.adjoints import Unroll
-from equipoise.solvers import Picard
+from equipoise.solvers import Picard, Solver
 from equipoise.train.config import register_family
 
 
@@ -56,6 +56,25 @@ class Warmup:
         """The stack as a plan: `layers` plain evaluations, the last one returned, the loop recorded."""
         stop = Stop(rtol=0.0, atol=0.0, max_steps=self.layers, select="last")
         return Plan(solver=Picard(), adjoint=Unroll(checkpoint=self.checkpoint), stop=stop)
+
+
+@dataclass(frozen=True)
+class Opening:
+    """Solve by another solver at first.
+
+    The Jacobian of a fresh model may be nearly nilpotent. Plain iteration then converges in a few steps, where the
+    least-squares weights of Anderson are large and throw it out; some epochs later it is the other way round.
+
+    Attributes:
+        steps: Optimiser steps from the start of the run, a warm-up included; 0 for none.
+        solver: Of forward solves and of evaluations in this phase.
+    """
+
+    steps: int = 0
+    solver: Solver = Picard()
+
+    def __post_init__(self) -> None:
+        require_count("Opening", "steps", self.steps, low=0)
 
 
 @dataclass(frozen=True)
@@ -162,12 +181,13 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class PlanSchedule:
-    """Plans over a run: a shallow stack for some steps, then the equilibrium.
+    """Plans over a run: a shallow stack for some steps, then the equilibrium, at first by another solver.
 
     Attributes:
         plan: The equilibrium plan.
         eval_plan: The plan of evaluations; `plan` if None. In warm-up they use the stack.
         warmup: The shallow phase.
+        opening: Another solver at first.
         jitter: Of the forward step budget in the equilibrium phase.
         penalty: Of the Jacobian.
         seed: Key of the draws.
@@ -176,6 +196,7 @@ class PlanSchedule:
     plan: Plan = Plan()
     eval_plan: Plan | None = None
     warmup: Warmup = Warmup()
+    opening: Opening = Opening()
     jitter: Jitter = Jitter()
     penalty: Penalty = Penalty()
     seed: int = 0
@@ -195,9 +216,12 @@ class PlanSchedule:
             stack = self.warmup.plan
             return StepPlan("warmup", stack, stack, weight, self.penalty.probes)
         offset = self.jitter.offset(self.seed, step, penalised=weight > 0)
-        stop = self.plan.stop
-        plan = self.plan if offset == 0 else self.plan.replace(stop=stop.with_budget(stop.max_steps + offset))
-        return StepPlan("equilibrium", plan, self.eval_plan or self.plan, weight, self.penalty.probes)
+        stop, plan, eval_plan = self.plan.stop, self.plan, self.eval_plan or self.plan
+        if offset:
+            plan = plan.replace(stop=stop.with_budget(stop.max_steps + offset))
+        if step < self.opening.steps:
+            plan, eval_plan = (p.replace(solver=self.opening.solver) for p in (plan, eval_plan))
+        return StepPlan("equilibrium", plan, eval_plan, weight, self.penalty.probes)
 
     def final(self) -> StepPlan:
         """The equilibrium without jitter or penalty, for evaluation of a finished model."""

@@ -291,6 +291,11 @@ def test_from_the_stack_to_the_equilibrium(emulated, tmp_path):
     assert (run.captured.recorded, run.captured.replayed) == (2, 4)
 
 
+def test_from_the_solver_of_the_opening_to_that_of_the_plan(emulated, tmp_path):
+    run = trained_the_same(copy_recipe("opening.steps=5", "opening.solver.name=broyden", "train.steps=10"), tmp_path)
+    assert (run.captured.recorded, run.captured.replayed) == (2, 4)
+
+
 @pytest.mark.slow
 def test_values_of_a_batch_that_a_task_reads_are_part_of_the_kind(emulated, tmp_path):
     """A pass over the text begins without memory."""

@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from equipoise import DEQ, Anderson, Implicit, Picard, Plan, Stop, Unroll
+from equipoise import DEQ, Anderson, Broyden, Implicit, Picard, Plan, Stop, Unroll
 from equipoise.train import (
     Constant,
     Cosine,
     Horizon,
     Jitter,
+    Opening,
     Penalty,
     PlanSchedule,
     Plateau,
@@ -67,6 +68,7 @@ def test_constant_and_step_decay():
         lambda: Jitter(low=1, high=0),
         lambda: Warmup(steps=-1),
         lambda: Warmup(layers=0),
+        lambda: Opening(steps=-1),
         lambda: PlanSchedule(plan=Plan(stop=Stop(max_steps=2)), jitter=Jitter(low=-2)),
     ],
 )
@@ -157,6 +159,22 @@ def test_phases_switch_at_the_exact_step_and_evaluation_follows():
     assert (schedule.at(3).plan, schedule.at(3).eval_plan) == (plan, evaluation)
     assert (schedule.final().plan, schedule.final().eval_plan) == (plan, evaluation)
     assert PlanSchedule(plan=plan).at(0).eval_plan == plan
+
+
+def test_another_solver_opens_the_run_and_evaluations_of_that_time():
+    plan, evaluation = Plan(Broyden(), stop=Stop(max_steps=12)), Plan(Broyden(), stop=Stop(max_steps=40))
+    opening = Opening(steps=4, solver=Anderson(memory=2))
+    schedule = PlanSchedule(plan, evaluation, Warmup(steps=2), opening, Jitter(low=-1, high=-1))
+    assert [schedule.at(step).plan.solver for step in (1, 2, 3, 4)] == [
+        Picard(),
+        opening.solver,
+        opening.solver,
+        Broyden(),
+    ]
+    first = schedule.at(2)
+    assert (first.phase, first.plan.stop.max_steps) == ("equilibrium", 11)
+    assert first.eval_plan == evaluation.replace(solver=opening.solver)
+    assert (schedule.at(4).eval_plan, schedule.final().eval_plan) == (evaluation, evaluation)
 
 
 def test_jitter_covers_its_range_evenly_and_spares_evaluation():
