@@ -156,7 +156,7 @@ def train(model, dtype=None, steps=3, scale=1.0):
 def twins_only(monkeypatch):
     def only():
         for module in ("trellis", "taps"):
-            monkeypatch.setattr(f"equipoise.ops.{module}.use_kernel", lambda *args: False)
+            monkeypatch.setattr(f"equipoise.ops.{module}.use_differentiable_kernel", lambda *args: False)
 
     return only
 
