@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._compat import inside_functorch_transform, saves_tensors_elsewhere
-from equipoise._fingerprint import Watch, glance, key_of
+from equipoise._fingerprint import Watch, glance, key_of, module_form
 from equipoise._loop import step_obstacle
 from equipoise._problem import Problem, StateSpec
 from equipoise._recording import CannotCapture, Recording, Snapshot
@@ -37,6 +37,7 @@ from equipoise.adjoints.implicit import Implicit
 from equipoise.adjoints.neumann import Neumann
 from equipoise.adjoints.phantom import OneStep, Phantom
 from equipoise.adjoints.unroll import Unroll
+from equipoise.solvers import HyperAnderson, Solver
 
 if TYPE_CHECKING:
     from equipoise._module import DEQ, Plan
@@ -138,12 +139,18 @@ class _Known:
     Attributes:
         shape: Their recordings.
         watch: Over the cell.
+        solver: Over the solver, if it is learned.
         like: A problem of theirs, less its inputs.
     """
 
     shape: _Shape
     watch: Watch
+    solver: Watch | None
     like: Problem
+
+    def unchanged(self) -> bool:
+        """Whether cell and solver are what they were."""
+        return self.watch.unchanged() and (self.solver is None or self.solver.unchanged())
 
     def problem(self, inputs: tuple[Any, ...]) -> Problem:
         like = self.like
@@ -193,7 +200,7 @@ class CaptureEngine:
         problem = None
         with recording_now:
             known = self._known.get(look)
-            recording = known.shape.free() if known is not None and known.watch.unchanged() else None
+            recording = known.shape.free() if known is not None and known.unchanged() else None
             if known is None or recording is None:
                 problem = deq.problem(*inputs, z0=start)
                 recording, known = self._study(look, deq, plan, problem, start, grad)
@@ -225,11 +232,12 @@ class CaptureEngine:
         _check_steps(plan, problem.spec, grad)
         if self._restless:
             raise CannotCapture(RESTLESS)
-        key = inline(), key_of(deq, plan, problem, grad)
+        key = inline(), key_of(deq, plan, problem, grad), _learned_form(plan.solver, problem.spec.device)
         shape, recording = self._recording(key, deq, plan, problem, start, grad)
         like = Problem(problem.f, problem.spec, (), plain=problem.plain)
         like.in_dims = problem.in_dims
-        known = _Known(shape, Watch(deq.cell), like)
+        solver = Watch(plan.solver) if isinstance(plan.solver, nn.Module) else None
+        known = _Known(shape, Watch(deq.cell), solver, like)
         if look is not None:
             remember(self._known, look, known, MOST_KNOWN)
         return recording, known
@@ -275,6 +283,13 @@ class CaptureEngine:
             reason = first_line if isinstance(error, CannotCapture) else f"the cell cannot be recorded ({first_line})"
             remember(self._hopeless, key, reason, MOST_REMEMBERED)
             raise CannotCapture(reason) from error
+
+
+def _learned_form(solver: Solver, device: torch.device) -> Any:
+    """A learned solver as far as a recording depends on it; None for others, which are values."""
+    if not isinstance(solver, HyperAnderson):
+        return None
+    return solver.config, tuple(module_form(module, device) for module in solver.modules())
 
 
 def _detached(problem: Problem, start: Tree) -> Leaves:
@@ -330,6 +345,8 @@ def _check_steps(plan: "Plan", spec: StateSpec, grad: bool) -> None:
     solves = [(plan.solver, plan.stop)]
     if grad and isinstance(plan.adjoint, Implicit):
         solves.append((plan.adjoint.solver, plan.adjoint.stop))
+        if isinstance(plan.adjoint.solver, HyperAnderson):
+            raise CannotCapture("HyperAnderson is recorded as a forward solver, not in the adjoint")
     for solver, stop in solves:
         obstacle = step_obstacle(solver, stop, spec)
         if inline() and not stop.fixed_budget:

@@ -41,7 +41,7 @@ def key_of(deq: "DEQ", plan: "Plan", problem: Problem, grad: bool) -> Any:
         (plan if grad else (plan.solver, plan.stop), grad),
         (spec.shapes, spec.dtypes, spec.orders, spec.batch_dims, str(spec.treedef), problem.in_dims),
         (tuple(_form(leaf, spec.device, grad) for leaf in leaves), str(tree)),
-        (tuple(_module_form(module, spec.device) for module in deq.cell.modules()), deq._compiled),
+        (tuple(module_form(module, spec.device) for module in deq.cell.modules()), deq._compiled),
         (problem.autocast, *_settings()),
     )
 
@@ -80,7 +80,7 @@ def _seen(value: Any, device: torch.device) -> Any:
     return value if isinstance(value, FUNCTIONS) else _plain(value)
 
 
-def _module_form(module: nn.Module, device: torch.device) -> Any:
+def module_form(module: nn.Module, device: torch.device) -> Any:
     """A module as far as a recording depends on it: its kind, plain attributes, and where its tensors are."""
     if any(_hooks(module)):
         raise CannotCapture("the cell has hooks, which a replay would not call")

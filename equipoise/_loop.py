@@ -17,12 +17,13 @@ from torch import Tensor
 
 from equipoise import _leaves
 from equipoise._iterate import COMPACT_MIN_SYSTEMS
-from equipoise._problem import StateSpec
+from equipoise._problem import Problem, StateSpec
 from equipoise._solution import Stats, Status
 from equipoise._stop import Stop
-from equipoise._tape import Graphs, Reruns, Work
+from equipoise._tape import Graphs, Reruns, Work, copy_all
 from equipoise._tree import Leaves, tree_tensors
-from equipoise.solvers import Anderson, Broyden, Picard, Solver
+from equipoise.solvers import Anderson, Broyden, HyperAnderson, Picard, Solver
+from equipoise.solvers._hyper_step import LearnedMemory, learned_step
 
 if TYPE_CHECKING:
     from equipoise.ops import Standing
@@ -49,7 +50,7 @@ def step_obstacle(solver: Solver, stop: Stop, spec: StateSpec) -> str | None:
     from equipoise.ops import anderson, broyden
     from equipoise.ops._backend import KERNEL_DTYPES, _has_triton
 
-    if type(solver) not in (Anderson, Broyden, Picard):
+    if type(solver) not in (Anderson, Broyden, HyperAnderson, Picard):
         return f"{type(solver).__name__} has no recorded step"
     if isinstance(solver, Broyden) and solver.line_search:
         return "Broyden's line search reads results on the host"
@@ -72,11 +73,13 @@ class Method:
         solver: Of a kind that has a recorded step.
         stop: When systems end.
         floor: The relative residual at which rounding in f decides.
+        problem: What is solved, its inputs in buffers of the recording; only a learned solver looks at it.
     """
 
     solver: Solver
     stop: Stop
     floor: float
+    problem: Problem | None = None
 
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
@@ -86,7 +89,19 @@ class Method:
             return AndersonMemory.empty(z, self.solver.memory)
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
+        if isinstance(self.solver, HyperAnderson):
+            assert self.problem is not None
+            return LearnedMemory(self.solver, self.problem.spec, z)
         return None
+
+    def begin(self, buffers: "Buffers") -> None:
+        """Begin a solve from z, or from what is learned to be a better start."""
+        if isinstance(self.solver, HyperAnderson):
+            assert self.problem is not None
+            start = self.solver.guess(self.problem, buffers.z)
+            if start is not buffers.z:
+                copy_all(buffers.z, start)
+        buffers.restart()
 
     def step(self, buffers: "Buffers", fz: Leaves) -> None:
         """One step in place, given f(z)."""
@@ -99,6 +114,8 @@ class Method:
             anderson_step(z, fz, memory, standing, **rules, **settings)
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
+        elif isinstance(solver, HyperAnderson):
+            learned_step(z, fz, memory, standing, **rules)
         else:
             assert isinstance(solver, Picard)
             picard_step(z, fz, standing, **rules, damping=solver.damping)
@@ -157,6 +174,8 @@ class Buffers:
         standing: Where each system stands.
         memory: What the solver remembers, if anything.
         remembered: The tensors of that memory.
+        led: That memory, if Python leads it through the pieces of a solve; these are told apart by its phase then, and
+            the systems stay together.
         value: The states to return, settled at the end of a solve.
         residual: (N,) theirs.
         ended: (2, N) int64, statuses and steps to return.
@@ -171,6 +190,7 @@ class Buffers:
         self.standing = dataclasses.replace(standing, **self.packed.views)
         self.memory = method.memory(z)
         self.remembered = tree_tensors(vars(self.memory)) if self.memory is not None else []
+        self.led = self.memory if isinstance(self.memory, LearnedMemory) else None
         self.ended = standing.status.new_zeros((2, self.size), dtype=torch.int64)
         self.value, self.residual = self.standing.best, self.standing.residual
         if method.stop.select == "last":
@@ -182,6 +202,8 @@ class Buffers:
 
     def restart(self) -> None:
         """Begin a solve from z."""
+        if self.led is not None:
+            self.led.begin()
         self.packed.reset()
         for best, leaf in zip(self.standing.best, self.z, strict=True):
             best.copy_(leaf)
@@ -208,7 +230,7 @@ class Buffers:
     def stats(self, stop: Stop, nfe: int) -> Stats:
         """The statistics of the solve, in tensors of their own."""
         status, steps = self.ended.clone().unbind()
-        held = sum(tensor.nbytes for tensor in self.remembered)
+        held = sum(tensor.nbytes for tensor in self.remembered) if self.led is None else self.led.nbytes
         return Stats(status, self.residual.clone(), steps, nfe, lagged=stop.select == "last", solver_bytes=held)
 
     def take(self, whole: "Buffers", index: Tensor) -> None:
@@ -254,20 +276,24 @@ class Loop:
         self.tape, self.buffers, self.stop = tape, buffers, method.stop
         self.host = tape.host(buffers.packed.matrices[torch.int32])
         self._paces: dict[int, deque[int]] = {}
-        self._pieces: dict[tuple[int, bool, bool], Work] = {}
-        # Pieces refer to addresses only. What they work on lives as long as this does: buffers, and what f refers to.
-        self._alive = (evaluate, begin)
+        self._pieces: dict[tuple[int, bool, bool, int], Work] = {}
+        # Pieces refer to addresses only. What they work on lives as long as this does: buffers and what these refer to.
+        self._alive = (evaluate, begin, method)
         most = self.stop.max_steps
         self.whole = min(most, LONGEST if self.stop.fixed_budget else CHUNK)
-        own = {leaf.untyped_storage().data_ptr() for leaf in buffers.z}
+        own, led = {leaf.untyped_storage().data_ptr() for leaf in buffers.z}, buffers.led
 
-        def run(steps: int, begins: bool, ends: bool) -> None:  # refers to no loop: recordings make no cycles
+        def run(steps: int, begins: bool, ends: bool, phase: int) -> None:  # refers to no loop: so there are no cycles
             if begins:
-                (begin or buffers.restart)()
+                (begin or partial(method.begin, buffers))()
+            if led is not None:
+                led.resume(phase)
             for _ in range(steps):
                 # f may return its argument, in part or in another order, and z is about to be written over.
                 image = evaluate(buffers.z)
                 method.step(buffers, [leaf.clone() if _address(leaf) in own else leaf.contiguous() for leaf in image])
+            if led is not None:
+                led.pause(ends)
             if ends:
                 buffers.conclude(method.stop)
 
@@ -275,12 +301,14 @@ class Loop:
         last = len(lengths) - 1
         # A budget that is fixed, or no longer than a chunk, is one sequence; else its end comes when it comes.
         in_one_go = self.stop.fixed_budget or last == 0
-        wanted = [(steps, i == 0, in_one_go and i == last) for i, steps in enumerate(lengths)]
-        tape.rehearse(partial(run, 1, True, True))
+        wanted = [
+            (steps, i == 0, in_one_go and i == last, self._phase(i * self.whole)) for i, steps in enumerate(lengths)
+        ]
+        tape.rehearse(partial(run, 1 if led is None else min(led.rehearsal, most), True, True, 0))
         with tape.together():
-            for steps, begins, ends in dict.fromkeys(wanted):
-                self._pieces[steps, begins, ends] = tape.record(partial(run, steps, begins, ends))
-            self.end: Work | None = None if in_one_go else tape.record(partial(run, 0, False, True))
+            for piece in dict.fromkeys(wanted):
+                self._pieces[piece] = tape.record(partial(run, *piece))
+            self.end: Work | None = None if in_one_go else tape.record(partial(run, 0, False, True, 0))
         self.sequence = [self._pieces[piece] for piece in wanted] if in_one_go else []
 
     @property
@@ -302,7 +330,7 @@ class Loop:
         quiet, asked = min(pace, default=0), False
         while done < most:
             steps = min(self.whole, most - done)
-            self._pieces[steps, begins, False]()
+            self._pieces[steps, begins, False, self._phase(done)]()
             begins, done = False, done + steps
             if quiet <= done < most:
                 running, asked = self._ask(), True
@@ -312,6 +340,10 @@ class Loop:
         # If nobody asked, nobody knows: ask earlier next time, or solves that have become shorter would go unnoticed.
         pace.append(most if asked else quiet - self.whole)
         return done, self.size
+
+    def _phase(self, done: int) -> int:
+        """What tells the same number of steps after `done` evaluations apart; 0 if the device counts them."""
+        return 0 if self.buffers.led is None else self.buffers.led.phase(done)
 
     def _ask(self) -> int:
         """How many systems are running; waits for the device."""
@@ -410,7 +442,7 @@ class Iteration:
         self.levels: dict[int, Level] = {}
         self._wanted: Counter[int] = Counter()
         self._lengths: deque[int] = deque(maxlen=REMEMBERED)
-        shrinks = shrinks and loop.size >= COMPACT_MIN_SYSTEMS and not loop.sequence
+        shrinks = shrinks and loop.size >= COMPACT_MIN_SYSTEMS and not loop.sequence and loop.buffers.led is None
         self._sizes = _halvings(loop.size) if shrinks else []
 
     def run(self, make: Callable[[int], Level | None]) -> int:

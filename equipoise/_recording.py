@@ -245,7 +245,7 @@ class Recording:
         self.backward: Iteration | None = None
         with self._recording():
             self.static = _Static(deq, problem, self.constants, z0, grad)
-            self.method = Method(plan.solver, plan.stop, problem.floor)
+            self.method = Method(plan.solver, plan.stop, problem.floor, self.static.problem)
             self._record(plan, [leaf.clone() for leaf in z0], grad)
         self.places = [*tree_tensors((self.static.inputs, self.static.held)), *self.forward.loop.buffers.z]
 

@@ -70,6 +70,7 @@ class MDEQConfig:
             and last mixing are uniform within ±1/√fan-in.
         momentum: Of BatchNorm in stem and head; as published if None, 0.1 for classification, 0.01 for segmentation,
             which takes some hundred steps to forget its start.
+        channels_last: Lay out images, states and weights with channels last, as convolutions in bf16 on a GPU like it.
         plan: How to solve and differentiate.
         eval_plan: The plan in eval mode; that of training if None.
     """
@@ -89,6 +90,7 @@ class MDEQConfig:
     inject: str = "first"
     init_std: float = 0.01
     momentum: float | None = None
+    channels_last: bool = False
     plan: Plan = published_plan(18, 20)
     eval_plan: Plan | None = None
 
@@ -178,6 +180,8 @@ class MDEQ(nn.Module):
         initialise(self.stem, config.init_std)
         initialise(self.injections, config.init_std)
         self.head = _head(config)
+        if config.channels_last:
+            self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     @property
     def cell(self) -> MultiscaleCell:
@@ -202,6 +206,8 @@ class MDEQ(nn.Module):
                 f"MDEQ: images must be floating point of shape (N, {expected}, H, W), got {images.dtype} of shape "
                 f"{tuple(images.shape)}."
             )
+        if self.config.channels_last:
+            images = images.contiguous(memory_format=torch.channels_last)
         return self.injections(self.stem(images))
 
     def answer(self, states: States, images: Tensor, solution: Solution | None = None) -> VisionOutput:

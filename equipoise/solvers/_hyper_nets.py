@@ -184,9 +184,23 @@ class StepNet(nn.Module):
 
 def _neighbours(steps: Tensor) -> Tensor:
     """Each step between the ones before and after it, (N, k, 3·features); a convolution is a linear map of these."""
-    k = steps.shape[1]
-    padded = pad(steps, (0, 0, TAPS // 2, TAPS // 2))
-    return torch.cat([padded[:, tap : tap + k] for tap in range(TAPS)], dim=2)
+    nothing = _zero(steps.dtype, steps.device).expand(steps.shape[0], TAPS // 2, steps.shape[2])
+    padded = torch.cat([nothing, steps, nothing], dim=1)  # one launch, where `pad` takes two
+    return padded.unfold(1, TAPS, 1).mT.flatten(2).contiguous()
+
+
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0; kept, because a step consists of few operations."""
+    if torch.compiler.is_compiling() or (dtype, device) not in _zeros:
+        with torch.inference_mode(False):  # else it could not be used where autograd is on
+            made = torch.zeros((1, 1, 1), dtype=dtype, device=device)
+        if torch.compiler.is_compiling():
+            return made
+        _zeros[dtype, device] = made
+    return _zeros[dtype, device]
+
+
+_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def _silent(module: Module) -> Module:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from equipoise import _leaves
 from equipoise._history import History
@@ -37,7 +36,7 @@ class HyperState(State):
         series: (N, memory, c) past residuals in few numbers, the newest last.
         gram: (N, memory, memory) inner products of past residuals, the newest last; None if they are not looked at.
         weights: (N, k) of the newest step, the newest iterate last.
-        mixing: (N,) step length of the newest step.
+        lengthening: (N,) step length of the newest step, less one.
         positions: Rows of each system.
         count: Steps so far.
         mixed: The combined residual of the newest step; kept where autograd is on, for fitting.
@@ -48,10 +47,15 @@ class HyperState(State):
     series: Tensor
     gram: Tensor | None
     weights: Tensor
-    mixing: Tensor
+    lengthening: Tensor
     positions: int = 1
     count: int = 0
     mixed: Leaves | None = None
+
+    @property
+    def mixing(self) -> Tensor:
+        """(N,) step length of the newest step."""
+        return 1.0 + self.lengthening
 
     def rows(self, index: Tensor) -> "HyperState":
         own = torch.arange(self.positions, device=index.device)
@@ -131,25 +135,30 @@ class HyperAnderson(Solver, nn.Module):
     # The start
 
     def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, HyperState]:
+        return self.guess(problem, z), self.empty_state(z)
+
+    def empty_state(self, z: Leaves) -> HyperState:
+        """What there is to remember of states like z before the first step."""
         config, differentiable = self.config, torch.is_grad_enabled()
-        start = z if self.initialiser is None else self._guess(problem, z)
-        rows = self._rows(z)
+        rows = self.rows(z)
         n, m = rows[0].shape[0], config.memory
         remembers, looks = config.weights != "newest", self._sees_products or config.solves
         # A step length of 1 takes images alone; residuals are for other ones, for products, and for the loss on them.
         residuals = looks or (remembers and (config.mixing or config.plain_sum or differentiable))
-        return start, HyperState(
+        return HyperState(
             images=History(rows, m, differentiable) if remembers else None,
             residuals=History(rows, m, differentiable) if residuals else None,
             series=z[0].new_zeros((n, m, config.compressed)),
             gram=z[0].new_zeros((n, m, m), dtype=torch.float64 if config.solves else None) if looks else None,
             weights=z[0].new_ones((n, 1)),
-            mixing=z[0].new_ones((n,)),
+            lengthening=z[0].new_zeros((n,)),
             positions=n // max(1, z[0].shape[0]),
         )
 
-    def _guess(self, problem: "Problem", z: Leaves) -> Leaves:
-        assert self.initialiser is not None
+    def guess(self, problem: "Problem", z: Leaves) -> Leaves:
+        """Where a solve begins that was to begin at z; z itself without an initialiser."""
+        if self.initialiser is None:
+            return z
         if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
             return z
         x = _checked_source(problem, self.config)
@@ -166,42 +175,60 @@ class HyperAnderson(Solver, nn.Module):
 
     def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, HyperState]:
         assert isinstance(state, HyperState)
-        g = problem.residual(z, fz)
+        return self.advance(problem.spec, z, fz, state, problem.residual(z, fz))
+
+    def advance(
+        self, spec: StateSpec, z: Leaves, fz: Leaves, state: HyperState, g: Leaves | None = None
+    ) -> tuple[Leaves, HyperState]:
+        """The next iterate, and what is remembered then; both engines get it here, and nothing is read on the host.
+
+        Args:
+            spec: Structure of the states.
+            z: The newest iterate, leaf by leaf (N, D_i).
+            fz: Its image.
+            state: What is remembered; its histories take the new pair in, its tensors are not written.
+            g: f(z) − z, if it is known already.
+        """
         state = dataclasses.replace(state, count=state.count + 1)
-        next_rows = self._next(self._rows(z), self._rows(fz), self._rows(g), _shaped(problem.spec, g), state)
+        images, older, residuals = self.rows(fz), self.rows(z), state.residuals
+        if state.images is not None:
+            state.images.push(images)
+        if g is None and residuals is not None:
+            change = residuals.push_difference(images, older)[1]
+        else:
+            change = _leaves.subtract(images, older) if g is None else self.rows(g)
+            if residuals is not None:
+                residuals.push(change)
+        shaped = _shaped(spec, [row.view(leaf.shape) for row, leaf in zip(change, z, strict=True)])
+        next_rows = self._next(images, change, shaped, state)
         return [row.reshape(leaf.shape) for row, leaf in zip(next_rows, z, strict=True)], state
 
-    def _rows(self, z: Leaves) -> Leaves:
+    def rows(self, z: Leaves) -> Leaves:
         """What gets weights of its own: systems, or their positions."""
         if not self.config.local:
             return z
         return [leaf.reshape(-1, size) for leaf, size in zip(z, self.config.state, strict=True)]
 
-    def _next(self, z: Leaves, fz: Leaves, g: Leaves, shaped: Leaves, state: HyperState) -> Leaves:
-        """The next iterate by rows; what was learned on the way goes into the state."""
+    def _next(self, fz: Leaves, g: Leaves, shaped: Leaves, state: HyperState) -> Leaves:
+        """The next iterate by rows, once the newest pair is remembered; what is learned goes into the state."""
         config = self.config
-        for history, newest in ((state.images, fz), (state.residuals, g)):
-            if history is not None:
-                history.push(newest)
         if state.gram is not None and state.residuals is not None:
             state.gram = self._with_products(state.gram, state.residuals.dots(g).squeeze(1), state.count)
-        scores = lengthening = torch.zeros_like(state.mixing)
+        scores = None
         if self.step is not None:
-            scores, lengthening = (part.to(z[0].dtype) for part in self.step(self._seen(shaped, state)))
+            scores, lengthening = (part.to(fz[0].dtype) for part in self.step(self._seen(shaped, state)))
             if config.mixing:
-                state.mixing = 1.0 + lengthening
+                state.lengthening = lengthening
         if config.weights == "newest":
             state.mixed = g
-            return _leaves.axpy(fz, lengthening, g) if config.mixing else fz
+            return _leaves.axpy(fz, state.lengthening, g) if config.mixing else fz
         state.weights = self._weights(scores, state)
-        return self._combined(state, lengthening)
+        return self._combined(state)
 
     def _with_products(self, gram: Tensor, row: Tensor, count: int) -> Tensor:
         """Inner products of residuals by age, a new row (N, k), given by slot, taken in."""
-        m = self.config.memory
-        row = (torch.roll(row, -count, 1) if count >= m else pad(row, (m - count, 0))).to(gram.dtype)
-        older = torch.cat([gram[:, 1:, 1:], row[:, :-1, None]], dim=2)
-        return torch.cat([older, row[:, None]], dim=1)
+        places = _places_by_age(self.config.memory, count, gram.device)
+        return torch.cat([gram.flatten(1), row.to(gram.dtype)], dim=1).index_select(1, places).view_as(gram)
 
     def _seen(self, g: Leaves, state: HyperState) -> Tensor:
         """(N, k, features) what the step network is told of each remembered step; takes the newest one in.
@@ -213,31 +240,35 @@ class HyperAnderson(Solver, nn.Module):
         few = self.compression([leaf.flatten(0, 1)[:, None] for leaf in g] if self.config.local else g)
         state.series = torch.cat([state.series[:, 1:], few[:, None].to(state.series.dtype)], dim=1)
         series = state.series[:, first:]
+        products: list[Tensor] = []
         if self._sees_products:
             assert state.gram is not None
-            squares, unknowns = state.gram.diagonal(dim1=1, dim2=2)[:, first:], sum(leaf[0].numel() for leaf in g)
-            unknowns //= state.positions
+            known = state.gram[:, first:, first:]
+            squares, unknowns = known.diagonal(dim1=1, dim2=2), sum(leaf[0].numel() for leaf in g) // state.positions
+            inverse = _inverse_roots(squares)
+            # Where nothing is remembered yet, products are zero: so is that part of the table.
+            products = [state.gram[:, first:, :first], known * inverse[:, :, None] * inverse[:, None]]
         else:
             squares, unknowns = series.square().sum(dim=2), series.shape[2]
-        inverse = squares.clamp_min(torch.finfo(squares.dtype).tiny).rsqrt()
-        features = [series * (inverse * math.sqrt(unknowns))[:, :, None].to(series.dtype)]
-        if self._sees_products:
-            assert state.gram is not None
-            products = state.gram[:, first:, first:] * inverse[:, :, None] * inverse[:, None]
-            features.append(pad(products, (first, 0)).to(series.dtype))
+            inverse = _inverse_roots(squares)
+        relative = series * (inverse * math.sqrt(unknowns))[:, :, None].to(series.dtype)
         sizes = inverse.log10()
-        features.append((sizes[:, -1:] - sizes).clamp(-MOST_DECADES, MOST_DECADES)[:, :, None].to(series.dtype))
+        decades = (sizes[:, -1:] - sizes).clamp(-MOST_DECADES, MOST_DECADES)[:, :, None]
+        features = [part.to(series.dtype) for part in (relative, *products, decades)]
         return torch.cat(features, dim=2).to(next(self.parameters()).dtype)
 
-    def _weights(self, scores: Tensor, state: HyperState) -> Tensor:
+    def _weights(self, scores: Tensor | None, state: HyperState) -> Tensor:
         """(N, k) weights of iterates, the newest last."""
         if not self.config.solves:
+            assert scores is not None
             return self._normalised(scores)
         assert state.gram is not None
         first = max(0, self.config.memory - state.count)
         # They are where corrections begin, and are not learned through: near the root their derivatives are huge.
         best = least_squares(state.gram[:, first:, first:].detach(), state.weights.dtype)
-        return best + (scores - scores.mean(dim=1, keepdim=True)) if self.config.learns_weights else best
+        if scores is None or not self.config.learns_weights:
+            return best
+        return best + (scores - scores.mean(dim=1, keepdim=True))
 
     def _normalised(self, scores: Tensor) -> Tensor:
         """Weights (N, k) of iterates, the newest last: scores with one more for the newest, made to sum to one."""
@@ -246,7 +277,7 @@ class HyperAnderson(Solver, nn.Module):
             return _raised(scores + 0.0, NEWEST_LOGIT).softmax(dim=1)
         return _raised(scores + 0.0 if kind == "free" else scores - scores.mean(dim=1, keepdim=True), 1.0)
 
-    def _combined(self, state: HyperState, lengthening: Tensor) -> Leaves:
+    def _combined(self, state: HyperState) -> Leaves:
         """Σ α_i z_i + β Σ α_i g_i, as Σ α_i f(z_i) + Σ (β − 1) α_i g_i."""
         assert state.images is not None
         config = self.config
@@ -258,7 +289,7 @@ class HyperAnderson(Solver, nn.Module):
         if not (config.mixing or config.plain_sum):
             return proposal
         assert state.residuals is not None
-        shares = state.mixing[:, None] - weights if config.plain_sum else lengthening[:, None] * weights
+        shares = state.mixing[:, None] - weights if config.plain_sum else state.lengthening[:, None] * weights
         return state.residuals.combine(shares, onto=proposal)
 
     @property
@@ -269,9 +300,35 @@ class HyperAnderson(Solver, nn.Module):
         return f"HyperAnderson({self.config}, {self.num_parameters:,} parameters)"
 
 
+def _inverse_roots(squares: Tensor) -> Tensor:
+    return squares.clamp_min(torch.finfo(squares.dtype).tiny).rsqrt()
+
+
+def _places_by_age(memory: int, count: int, device: torch.device) -> Tensor:
+    """Where a table by age, the newest last, after so many steps finds its entries.
+
+    In the table of the step before, followed by the newest row by slot. An entry of which nothing is known yet finds
+    the first one of that table, of which nothing was known. Kept, because a step consists of few operations.
+    """
+    key = (memory, count if count <= memory else memory + count % memory, device)
+    if torch.compiler.is_compiling() or key not in _kept:
+        first, last = max(0, memory - count), memory - 1
+        row = [memory * memory + (count + age) % memory if age >= first else 0 for age in range(memory)]
+        older = [[(i + 1) * memory + j + 1 for j in range(last)] + [row[i]] for i in range(last)]
+        with torch.inference_mode(False):  # else it could not be used where autograd is on
+            made = torch.tensor([place for line in (*older, row) for place in line], device=device)
+        if torch.compiler.is_compiling():
+            return made
+        _kept[key] = made
+    return _kept[key]
+
+
+_kept: dict[tuple[int, int, torch.device], Tensor] = {}
+
+
 def _raised(scores: Tensor, by: float) -> Tensor:
     """Scores (N, k), a tensor of one's own, with the newest raised."""
-    scores[:, -1] += by
+    scores[:, -1].add_(by)
     return scores
 
 
@@ -283,12 +340,13 @@ def least_squares(gram: Tensor, dtype: torch.dtype) -> Tensor:
     """
     k = gram.shape[1]
     ridge = max(Anderson.ridge, torch.finfo(dtype).eps)
-    size = gram.diagonal(dim1=1, dim2=2).clamp_min(torch.finfo(gram.dtype).tiny).rsqrt()  # (N, k)
-    table = gram * size[:, :, None] * size[:, None, :] + ridge * torch.eye(k, dtype=gram.dtype, device=gram.device)
-    table = torch.cat([table, size[:, :, None]], dim=2)  # the right-hand side 1, scaled likewise
+    size = _inverse_roots(gram.diagonal(dim1=1, dim2=2))  # (N, k)
+    # The right-hand side 1 is scaled likewise.
+    table = torch.cat([gram * size[:, :, None] * size[:, None], size[:, :, None]], dim=2)
+    table.diagonal(dim1=1, dim2=2).add_(ridge)
     for j in range(k):
         row = table[:, j] / table[:, j, j, None]
-        table = table - table[:, :, j, None] * row[:, None]
+        table = torch.addcmul(table, table[:, :, j, None], row[:, None], value=-1.0)
         table[:, j] = row
     solved = table[:, :, k] * size
     weights = solved / solved.sum(dim=1, keepdim=True)

@@ -192,7 +192,7 @@ def _check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> Non
     if known is not None and given > known:
         raise ValueError(f"the data have {given:,} kinds of tokens, the model in {folder} knows {known:,}; {_SAME}")
     for name, values in task.artifacts().items():
-        path = folder.parent.parent / name
+        path = folder / name if (folder / name).is_file() else folder.parent.parent / name  # exported, or of a run
         if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(values)):
             raise ValueError(f"the data give another {name} than {path}, with which the model was trained; {_SAME}")
 

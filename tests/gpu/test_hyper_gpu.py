@@ -18,6 +18,7 @@ pytestmark = [
 
 SIZES = {"hidden": 8, "compressed": 6, "width": 8, "budget": None}
 FIXED = eq.Stop(rtol=0, max_steps=9, select="last")
+LONG = eq.Stop(rtol=0, max_steps=40)  # more than one piece of a recording
 
 
 class Sequence(nn.Module):
@@ -69,6 +70,10 @@ CASES = {
     "images": (Images, (3, 3, 8, 6), {}),
     "any": (Flat, (6, 4), {}),
 }
+# Residuals of positions are nearly dependent, and least squares amplify rounding. On a CPU, inputs changed by one
+# rounding error move the ninth iterate by up to 4e-4, one that meets a tolerance of 1e-3 by 5e-3, and the step at which
+# that happens by 2; other solvers move iterates by 7e-7, and steps not at all.
+CLOSE, STEPS = {"corrected": 2e-2}, {"corrected": 5}
 
 
 def made(name):
@@ -100,10 +105,11 @@ def test_same_result_as_on_the_cpu_without_waiting(name):
     deq, x, solver = made(name)
     here = solved(deq, x, solver).value
     deq, x, solver = deq.cuda(), x.cuda(), solver.cuda()
-    assert close(solved(deq, x, solver).value, here)  # also the warm-up: lazy initialisation may wait
+    tolerance = CLOSE.get(name, 1e-4)
+    assert close(solved(deq, x, solver).value, here, tolerance)  # also the warm-up: lazy initialisation may wait
     with waiting_is_an_error():
         there = solved(deq, x, solver).value
-    assert close(there, here)
+    assert close(there, here, tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -137,24 +143,87 @@ def test_steps_can_be_recorded(name):
         place.copy_(other)
         graph.replay()
         torch.cuda.synchronize()
-        assert close(problem.spec.unflatten(found), truth)
+        assert close(problem.spec.unflatten(found), truth, CLOSE.get(name, 1e-4))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("stop", [FIXED, eq.Stop(rtol=1e-3, max_steps=40)], ids=["fixed", "tolerance"])
-def test_the_automatic_engine_gives_the_results_of_the_eager_one(name, stop):
+def twins(name):
+    """Eager and recorded, inputs, and the solver they share."""
     deq, x, solver = made(name)
     deq, x, solver = deq.cuda(), x.cuda(), solver.cuda()
     auto = copy.deepcopy(deq)
     auto.engine = "auto"
+    return deq, auto, x, solver
+
+
+def another(x, seed):
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("stop", [FIXED, LONG, eq.Stop(rtol=1e-3, max_steps=40)], ids=["fixed", "long", "tolerance"])
+def test_the_automatic_engine_gives_the_results_of_the_eager_one(name, stop):
+    deq, auto, x, solver = twins(name)
     for seed in range(4):  # a shape is recorded when it comes again
-        other = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed)).cuda()
+        other = another(x, seed)
         eager, captured = (solved(one, other, solver, stop) for one in (deq, auto))
-        tolerance = 1e-4 if stop.fixed_budget else 3e-3
-        assert close(captured.value, eager.value, tolerance)
-        assert torch.equal(captured.stats.status, eager.stats.status)
-    engine = auto.capture
-    assert engine.replayed > 0 or any("HyperAnderson" in reason for reason in engine.fallbacks)
+        assert close(captured.value, eager.value, CLOSE.get(name, 1e-4 if stop.fixed_budget else 3e-3))
+        if stop is not LONG:  # where a residual may become zero by chance
+            assert torch.equal(captured.stats.status, eager.stats.status)
+        assert (captured.stats.steps - eager.stats.steps).abs().max() <= STEPS.get(name, 1)
+    assert (auto.capture.recorded, auto.capture.replayed) == (1, 3)
+    assert dict(auto.capture.fallbacks) == {"the shape is new": 1}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_wait_for_nothing_and_see_updates(name):
+    """Weights of cell and solver are updated in place; a solve with NaN leaves nothing behind."""
+    deq, auto, x, solver = twins(name)
+    auto.engine = "captured"
+    solved(auto, x, solver)
+    broken = x.clone()
+    broken[0] = torch.nan
+    for seed in range(3):
+        other = another(x, seed)
+        with torch.no_grad():
+            for one in (deq.cell, auto.cell, solver):
+                generator = torch.Generator().manual_seed(seed)
+                for parameter in one.parameters():
+                    parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator).cuda())
+        with waiting_is_an_error():
+            solved(auto, broken, solver)
+            captured = solved(auto, other, solver)
+        assert close(captured.value, solved(deq, other, solver).value, CLOSE.get(name, 1e-4))
+    assert (auto.capture.recorded, auto.capture.replayed) == (1, 7)
+
+
+@pytest.mark.parametrize("name", ["local", "images", "any"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_training_with_a_learned_forward_solver(name, precision):
+    """In bfloat16 two engines may round differently, 2⁻⁸ of a value, and the steps go on from there."""
+    stop = eq.Stop(rtol=0, max_steps=12)
+    deq, auto, x, solver = twins(name)
+    results = []
+    for one in (deq, auto):
+        one.requires_grad_(True)
+        one.engine = "eager" if one is deq else "captured"
+        one.plan = eq.Plan(solver, eq.Implicit(solver=eq.Anderson(), stop=stop), stop)
+        seen = []
+        for seed in range(3):
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                value = one(another(x, seed)).value
+            one.zero_grad(set_to_none=True)
+            sum(leaf.float().square().sum() for leaf in leaves(value)).backward()
+            seen += [leaf.detach().float() for leaf in leaves(value)] + [p.grad.clone() for p in one.cell.parameters()]
+            with torch.no_grad():
+                for parameter in one.cell.parameters():
+                    parameter -= 0.01 * parameter.grad / parameter.grad.norm().clamp_min(1.0)
+        results.append(seen)
+    bound = 1e-3 if precision == "no" else 5e-2
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).norm() <= bound * theirs.norm().clamp_min(1e-3)
+    assert (auto.capture.recorded, auto.capture.replayed) == (1, 3)
+    assert not auto.capture.fallbacks
+    assert all(parameter.grad is None for parameter in solver.parameters())
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])

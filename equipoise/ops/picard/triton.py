@@ -3,6 +3,7 @@
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from equipoise._tree import Leaves
 from equipoise.ops import _kernels
@@ -128,14 +129,17 @@ def _move(
 
 def step(z: Leaves, fz: Leaves, standing: Standing, rules: Rules, damping: float) -> None:
     """See `picard_step`."""
-    n = z[0].shape[0]
+    move(z, fz, measure(z, fz, standing, rules), standing, damping)
+
+
+def measure(z: Leaves, fz: Leaves, standing: Standing, rules: Rules) -> Tensor:
+    """Take the newest iterates and their images into account; return the actions (N,)."""
+    n, action = z[0].shape[0], standing.status.new_empty(z[0].shape[0])
     if n == 0:
-        standing.count.add_(1)
-        return
+        return action
     blocks = [triton.cdiv(leaf.shape[1], BLOCK) for leaf in z]
     total, first = sum(blocks), 0
     partial = standing.residual.new_empty((n, total, 2))
-    action = standing.status.new_empty(n)
     for leaf, image, count in zip(z, fz, blocks, strict=True):
         _measure[(n, count)](
             leaf,
@@ -160,16 +164,25 @@ def step(z: Leaves, fz: Leaves, standing: Standing, rules: Rules, damping: float
         **_kernels.judging(standing, rules),
         num_warps=1,
     )
-    for i, (leaf, image, best, count) in enumerate(zip(z, fz, standing.best, blocks, strict=True)):
-        _move[(n, count)](
+    return action
+
+
+def move(z: Leaves, proposal: Leaves, action: Tensor, standing: Standing, damping: float = 1.0) -> None:
+    """Carry out the actions, with so much of the way to the proposals, and count the step."""
+    n = z[0].shape[0]
+    if n == 0:
+        standing.count.add_(1)
+        return
+    for i, (leaf, new, best) in enumerate(zip(z, proposal, standing.best, strict=True)):
+        _move[(n, triton.cdiv(leaf.shape[1], BLOCK))](
             leaf,
-            image,
+            new,
             best,
             action,
             standing.count,
             leaf.shape[1],
             leaf.stride(0),
-            image.stride(0),
+            new.stride(0),
             best.stride(0),
             BLOCK=BLOCK,
             DAMPING=damping,

@@ -1,0 +1,107 @@
+"""A trained model as one small folder to keep or to hand on: rounded weights, settings, what it reads, and a card."""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from equipoise.train.checkpoint import CONFIG, MODEL, save_checkpoint
+from equipoise.train.evaluate import SOLVED
+from equipoise.train.load import find_checkpoint, load, read_config
+from equipoise.train.tracking import read_metrics
+
+CARD, METRICS, ENVIRONMENT = "README.md", "metrics.jsonl", "env.json"
+_NOT_SCORES = ("loss", "bits_per_token")
+
+
+def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str = "bf16") -> Path:
+    """Write the weights of a run with all that is needed to use them; `load` and every command take the folder.
+
+    Args:
+        run: Folder of a run or of a checkpoint.
+        out: The new folder; one that holds an older export is replaced.
+        which: Of a run: "best" or "latest" checkpoint.
+        dtype: What weights are rounded to: "bf16", "fp16" or "fp32".
+
+    Raises:
+        FileExistsError: If `out` holds something that is not an export.
+    """
+    folder, out = find_checkpoint(run, which), Path(out)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MODEL).is_file())):
+        raise FileExistsError(f"export: {out} is there and is not an exported model; give a new folder.")
+    home = folder.parent.parent if folder.parent.name == "checkpoints" else folder
+    model, config = load(folder), read_config(folder)
+    card = _card(out.name, home, config, sum(p.numel() for p in model.parameters()), dtype)
+    save_checkpoint(out, model, config, save_dtype=dtype)
+    for name in ("vocabulary.json", "classes.json"):
+        if (home / name).is_file():
+            shutil.copy(home / name, out / name)
+    (out / CARD).write_text(card, encoding="utf-8")
+    return out
+
+
+def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dtype: str) -> str:
+    records = read_metrics(home / METRICS) if (home / METRICS).is_file() else []
+    rows = [*_validated(records), *_evaluated(home)]
+    task, made_for = config["task"]["name"], config["model"]["name"]
+    lines = [
+        f"# {name}",
+        "",
+        f"`{made_for}` with {parameters:,} parameters, in {dtype}, for the task `{task}`{_trained(records, home)}.",
+        f"All settings: `{CONFIG}`.",
+        "",
+        "```python",
+        "import equipoise",
+        "",
+        f'model = equipoise.load("pretrained/{name}")',
+        "```",
+        "",
+        *_table(rows),
+        "Scores are those of the weights before rounding. The residual is ‖f(z) − z‖ / ‖f(z)‖, 95th percentile;",
+        f"above {SOLVED:g} the number is that of a network of so many steps, not of an equilibrium.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _trained(records: list[dict[str, Any]], home: Path) -> str:
+    if not records:
+        return ""
+    data = records[0].get("data", {})
+    source = data.get("corpus") or data.get("data")
+    devices = json.loads((home / ENVIRONMENT).read_text())["devices"] if (home / ENVIRONMENT).is_file() else []
+    what = f" on {source}" if source else ""
+    where = f" on one {devices[0].replace('cpu', 'CPU')}" if devices else ""
+    return f", trained{what} for {records[-1]['step']:,} steps in {records[-1]['seconds'] / 60:.1f} minutes{where}"
+
+
+def _validated(records: list[dict[str, Any]]) -> Iterator[list[str]]:
+    """Rows of the last evaluation in training: split, budget, score, residual."""
+    last: dict[str, Any] = next((record for record in reversed(records) if "valid" in record), {})
+    for budget, values in ({"as set": last["valid"], **last.get("valid_at", {})} if last else {}).items():
+        yield ["valid", budget, _scores(values), _residual(values.get("solve_residual_p95"))]
+
+
+def _evaluated(home: Path) -> Iterator[list[str]]:
+    """Rows of what `evaluate` wrote last for the test data."""
+    files = sorted((home / "eval").glob("test-*.json"))
+    for result in json.loads(files[-1].read_text())["results"] if files else ():
+        budget = "as set" if result.get("steps") is None else str(result["steps"])
+        yield ["test", budget, _scores(result), _residual(result.get("solve", {}).get("residual_p95"))]
+
+
+def _scores(values: Mapping[str, Any]) -> str:
+    known = {k: v for k, v in values.items() if isinstance(v, float) and not k.startswith("solve") and k != "seconds"}
+    chosen = {k: v for k, v in known.items() if k not in _NOT_SCORES} or known
+    return ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
+
+
+def _residual(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}"
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    if not rows:
+        return []
+    head = ["split", "solver steps at most", "score", "residual"]
+    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * 4, *rows)] + [""]
