@@ -14,6 +14,7 @@ import tqdm
 
 from equipoise.tasks import CopyMemoryTask
 from equipoise.train.loop import train
+from equipoise.train.processes import Processes
 from equipoise.train.recipe import Recipe
 
 LOADED = (accelerate, safetensors, torchmetrics, tqdm)
@@ -53,6 +54,18 @@ def run_all(rank, jobs):
         outcome = train(Recipe.from_data(values, "the test"), out, resume=resume)
         record = {"step": outcome.step, "interrupted": outcome.interrupted, "metrics": outcome.metrics}
         Path(f"{out}.{rank}.json").write_text(json.dumps(record))
+
+
+def average_statistics(rank, folder):
+    """Average what BatchNorm keeps, different in every process, and write down what came of it."""
+    processes = Processes(accelerate.Accelerator(cpu=True))
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(3), torch.nn.GroupNorm(1, 3), torch.nn.BatchNorm2d(2))
+    for place, module in enumerate((model[0], model[2])):
+        module.running_mean.fill_(10 * place + 2 * rank)
+        module.running_var.fill_(10 * place + 1 + rank)
+    model.register_buffer("constant", torch.tensor(float(rank)))
+    processes.average_statistics(model)
+    torch.save(model.state_dict(), Path(folder) / f"{rank}.pt")
 
 
 def fail_at(rank, step, values, out):

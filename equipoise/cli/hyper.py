@@ -1,6 +1,8 @@
 """The command `hyper`."""
 
 import dataclasses
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +12,8 @@ from equipoise.cli.options import AsJson, DataDir, RunFolder, Set, Which
 from equipoise.cli.output import show, table, warn
 
 MOST_SHARE = 0.04  # of the model's parameters
+FULL = "full"  # the recipe that others are compared with
+FOLDERS = ("recipes/hyper", "recipes/hyper/more")
 
 
 def hyper(
@@ -17,12 +21,29 @@ def hyper(
     out: Annotated[Path | None, typer.Option(help="Folder of the solver; RUN/hyper by default.")] = None,
     steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
     unroll: Annotated[int | None, typer.Option(help="Solver steps that are unrolled.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="End after so many, all fits of a report together.")] = None,
     finetune: Annotated[
         Path | None, typer.Option(help="A learned solver to go on with, e.g. of an earlier checkpoint.")
     ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Settings in a file, [solver] and [fit].")] = None,
+    recipes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--recipe",
+            help="Settings in a file, [solver] and [fit], or the name of one in recipes/hyper. With --report it may be "
+            "repeated, and may be a folder of them.",
+        ),
+    ] = None,
     changes: Set = None,
     seed: Annotated[int | None, typer.Option(help="Of the initial weights.")] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Fit several solvers, measure them, and write tables and figures into this folder."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Of a report: solvers fitted by each recipe.", min=1)] = 3,
+    beside: Annotated[
+        list[Path] | None, typer.Option(help="Of a report: another run on the same data, e.g. of an explicit network.")
+    ] = None,
+    most: Annotated[int | None, typer.Option(help="Of a report: batches to score on; all by default.", min=1)] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a solver that is there.")] = False,
     which: Which = "best",
     data_dir: DataDir = None,
@@ -33,15 +54,27 @@ def hyper(
     The model stays as it is. Its equilibria on training inputs are found by a classic solver, without a look at labels;
     a small network learns to reach them in fewer steps. Use the result with --solver hyper:RUN wherever a solver can be
     named. The log is fit.jsonl beside it.
+
+    With --report DIR: several seeds of one recipe or more, metric against time beside Anderson, overhead, residuals
+    beyond the unrolled steps, and a table of the variants. Solvers and measurements are kept in RUN/hyper, so that the
+    same command goes on where it was ended.
     """
+    named = {"steps": steps, "unroll": unroll, "seed": seed}
+    own, of_task = _split(changes or [])
+    chosen = {name: _changed(recipe, named) for name, recipe in _read(recipes or [], own).items()}
+    options: dict[str, Any] = {"data_dir": data_dir, "which": which, "changes": of_task}
+    options["seconds"] = None if minutes is None else 60 * minutes
+    if report is not None:
+        _refuse({"--out": out, "--finetune": finetune, "--seed": seed}, "a report has fits of its own (RUN/hyper)")
+        _report(run, chosen, report, as_json, seeds=seeds, beside=beside or [], most=most, **options)
+        return
+    _refuse({"--beside": beside, "--most": most}, "this belongs to a report; give --report DIR")
+    if len(chosen) > 1:
+        raise ValueError(f"{len(chosen)} recipes ({', '.join(chosen)}) are fitted for a report; give --report DIR.")
     from equipoise.tasks.hyper import fit_run
 
-    settings = _settings(recipe, changes or [])
-    named = {"steps": steps, "unroll": unroll, "seed": seed}
-    fit = dataclasses.replace(settings.fit, **{name: value for name, value in named.items() if value is not None})
-    settings = dataclasses.replace(settings, fit=fit)
-    options: dict[str, Any] = {"finetune": finetune, "force": force, "data_dir": data_dir, "which": which}
-    record = fit_run(run, settings, out=out, progress=True, **options)
+    (recipe,) = chosen.values()
+    record = fit_run(run, recipe, out=out, finetune=finetune, force=force, progress=True, **options)
     show(record, True) if as_json else _print(record)
     if record["share"] > MOST_SHARE:
         warn(
@@ -50,13 +83,76 @@ def hyper(
         )
 
 
-def _settings(path: Path | None, changes: list[str]) -> Any:
+# Recipes
+
+
+def _split(changes: list[str]) -> tuple[list[str], list[str]]:
+    """Changes of the recipes, and those of the task."""
+    of_task = [change for change in changes if change.startswith("task.")]
+    return [change for change in changes if change not in of_task], of_task
+
+
+def _read(given: list[str], changes: list[str]) -> dict[str, Any]:
+    """Recipes by name, changed; the one in full comes first, and is there whenever others are compared."""
     from equipoise.tasks.hyper import HyperRecipe
     from equipoise.train.config import Source, Table, load_config, with_overrides
 
-    if path is not None:
-        return load_config(HyperRecipe, path, changes)
-    return with_overrides(Table({}, Source("the settings")), changes).build(HyperRecipe)
+    paths = {path.stem: path for one in given for path in _paths(one)}
+    found = {name: load_config(HyperRecipe, path, changes) for name, path in paths.items()}
+    if not found or (len(found) > 1 and FULL not in found):
+        found[FULL] = with_overrides(Table({}, Source("the settings")), changes).build(HyperRecipe)
+    return dict(sorted(found.items(), key=lambda item: item[0] != FULL))
+
+
+def _paths(given: str) -> list[Path]:
+    """The files that a path or a name means."""
+    path = Path(given)
+    if path.is_dir():
+        files = sorted(path.glob("*.toml"))
+        if not files:
+            raise ValueError(f"{path} holds no recipes (*.toml).")
+        return files
+    if path.suffix == ".toml" or path.is_file():
+        return [path]
+    import equipoise
+    from equipoise._errors import unknown_name
+
+    root = Path(equipoise.__file__).resolve().parent.parent
+    known = {file.stem: file for folder in FOLDERS for file in sorted((root / folder).glob("*.toml"))}
+    if given not in known:
+        raise unknown_name("recipe", given, known)
+    return [known[given]]
+
+
+def _changed(recipe: Any, named: dict[str, Any]) -> Any:
+    values = {name: value for name, value in named.items() if value is not None}
+    return dataclasses.replace(recipe, fit=dataclasses.replace(recipe.fit, **values))
+
+
+def _refuse(options: dict[str, Any], why: str) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)} cannot be used here: {why}.")
+
+
+# Reports
+
+
+def _report(run: Path, recipes: dict[str, Any], out: Path, as_json: bool, most: int | None, **options: Any) -> None:
+    from equipoise.train.hyper_study import Measuring, study_run
+
+    command = shlex.join(["equipoise", *sys.argv[1:]])
+    say = typer.echo if not as_json else lambda text: typer.echo(text, err=True)
+    record = study_run(run, recipes, out, measuring=Measuring(most=most), command=command, say=say, **options)
+    if as_json:
+        show(record, True)
+        return
+    print()
+    print((out / "README.md").read_text(encoding="utf-8").rstrip())
+    print(f"\nwritten: {out}")
+
+
+# One fit
 
 
 def _print(record: dict[str, Any]) -> None:

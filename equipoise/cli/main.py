@@ -3,20 +3,24 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 try:
     import typer
 except ImportError:
     sys.exit("the command needs the extra [train]: pip install 'equipoise[train]'")
 
+from equipoise.cli.ablate import ablate
 from equipoise.cli.benchmark import benchmark
 from equipoise.cli.data import data
+from equipoise.cli.evaluate import evaluate
+from equipoise.cli.export import export
 from equipoise.cli.hyper import hyper
 from equipoise.cli.inspect import inspect
-from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, RunFolder, Set, Split, Which, epilog
-from equipoise.cli.output import show, table, warn
+from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, RunFolder, Set, epilog
+from equipoise.cli.output import show, table
 from equipoise.cli.plot import plot
+from equipoise.cli.report import report
 
 app = typer.Typer(
     help="Deep equilibrium models: train, resume, evaluate, sample, inspect.",
@@ -64,110 +68,15 @@ def train(
         raise typer.Exit(130)
 
 
-@app.command(
+app.command(
     epilog=epilog(
         "evaluate runs/ptb --split test --data-dir DIR",
         "evaluate runs/ptb --steps 10 --steps 40",
         "evaluate runs/ptb --sweep stop.max_steps=1:20",
         "evaluate runs/ptb --sweep stop.rtol=1e-1,1e-2,1e-3 --solver broyden",
+        "evaluate runs/camvid --split test --pictures 6 --data-dir DIR",
     )
-)
-def evaluate(
-    run: RunFolder,
-    split: Split = "valid",
-    steps: Annotated[
-        list[int] | None, typer.Option("--steps", help="Step budget of the solver; repeat to compare budgets.")
-    ] = None,
-    sweep: Annotated[
-        str | None,
-        typer.Option(
-            help="Values of a setting to score at: stop.max_steps=1:20, 1:20:3 or 2,5,10; also solver.memory."
-        ),
-    ] = None,
-    solver: Annotated[
-        str | None,
-        typer.Option(
-            help="Solve by this one instead of the model's; hyper:PATH is a learned one. Several, with commas "
-            "between, with --pareto."
-        ),
-    ] = None,
-    pareto: Annotated[
-        bool, typer.Option("--pareto", help="Metric and time per batch of several solvers: RUN/pareto.json.")
-    ] = False,
-    which: Which = "best",
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change the task, e.g. --set task.eval_batch_size=1.")
-    ] = None,
-    data_dir: DataDir = None,
-    as_json: AsJson = False,
-) -> None:
-    """Score a trained model on held-out data.
-
-    The results are also written to RUN/eval/. Each has the metrics, the residuals and evaluations of f they were
-    obtained with, and seconds. A metric that changes with the step budget, or was obtained at a large residual, is not
-    that of an equilibrium: a warning says so.
-    """
-    from equipoise.train.evaluate import Sweep, score_run, write_scores
-
-    if pareto:
-        from equipoise.train.pareto import pareto_run
-
-        names = (solver or f"anderson,hyper:{run}").split(",")
-        measured = pareto_run(run, names, steps or range(1, 13), split=split, data_dir=data_dir, which=which)
-        show(measured, True) if as_json else _show_pareto(measured)
-        return
-    points = None if sweep is None else Sweep.parse(sweep)
-    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, which=which, changes=changes or ())
-    path = None
-    try:
-        path = write_scores(run, record)
-    except OSError as error:  # the numbers are there, whatever becomes of the file
-        warn(f"the results were not written to {run / 'eval'}: {error.strerror or error}.")
-    if as_json:
-        show({**record, "file": str(path) if path else None}, True)
-    else:
-        _show_scores(record)
-        print(f"written: {path}" if path else "not written")
-    for text in record["warnings"]:
-        warn(text)
-
-
-def _show_scores(record: dict[str, Any]) -> None:
-    """A line on what was scored, and a row per result."""
-    results, sweep = record["results"], record["sweep"]
-    solver = f", solver {record['solver']}" if record["solver"] else ""
-    key = "steps" if sweep in (None, "stop.max_steps") else sweep
-    left_out = {"steps", "solve", "seconds", key}
-    metrics = [name for name in results[0] if name not in left_out]
-    solved = {"residual_p50": "residual", "residual_p95": "residual p95", "nfe": "nfe", "failures": "failures"}
-    solved = solved if results[0]["solve"] else {}
-    columns = [*([key] if sweep else []), *metrics, *solved.values(), "seconds"]
-    rows = [
-        [
-            *([result[key]] if sweep else []),
-            *(result[name] for name in metrics),
-            *(_short(result["solve"].get(name)) for name in solved),
-            f"{result['seconds']:.2f}",
-        ]
-        for result in results
-    ]
-    table(columns, rows, f"{record['checkpoint']}, {record['split']}{solver}")
-
-
-def _show_pareto(record: dict[str, Any]) -> None:
-    """A row per point, and the speed-ups."""
-    columns = ("solver", "seed", "steps", "metric", "ms", "residual")
-    rows = [[_short(point[column]) for column in columns] for point in record["points"]]
-    table(columns, rows, f"{record['checkpoint']}, {record['split']}, {record['metric']}")
-    for name, found in record["speedup"].items():
-        if found["mean"] is not None and name != record["reference"]:
-            print(f"{name}: {found['mean']:.2f} times as fast as {record['reference']} at {found['target']:.6g}")
-    print(f"written: {Path(record['run']) / 'pareto.json'}")
-
-
-def _short(value: Any) -> Any:
-    """Residuals and counts need no six digits."""
-    return f"{value:.3g}" if isinstance(value, float) else value
+)(evaluate)
 
 
 @app.command(
@@ -224,13 +133,25 @@ app.command(
     short_help="Draw figures from the logs of runs.",
     epilog=epilog("plot all runs/ptb", "plot training runs/ptb runs/lstm --out figures", "list figures"),
 )(plot)
-app.command(epilog=epilog("data --data-dir DIR", "data embedded", "data ptb --data-dir DIR --tokens character"))(data)
+app.command(
+    epilog=epilog(
+        "ablate recipes/ablations/digits.toml --out runs/digits --jobs 2",
+        "ablate recipes/ablations/mdeq_tiny.toml --out runs/tiny --data-dir DIR --seeds 3 --minutes 10",
+        "ablate recipes/ablations/mdeq_tiny.toml --out runs/tiny --jobs 0",
+    )
+)(ablate)
+app.command(epilog=epilog("export runs/ptb pretrained/ptb_small", "export runs/ptb weights --dtype fp32"))(export)
+app.command(epilog=epilog("report runs/ptb", "report runs/camvid --out camvid.html"))(report)
+app.command(epilog=epilog("data --data-dir DIR", "data digits", "data ptb --data-dir DIR --tokens character"))(data)
 
 
 @app.command("list", epilog=epilog("list", "list models 'deq_*'", "list recipes"))
 def list_names(
     kind: Annotated[
-        str, typer.Argument(help="models, tasks, solvers, adjoints, corpora, recipes, figures, benchmarks, or all.")
+        str,
+        typer.Argument(
+            help="models, tasks, solvers, adjoints, corpora, images, recipes, ablations, figures, benchmarks, or all."
+        ),
     ] = "all",
     pattern: Annotated[str, typer.Argument(help="Shell pattern, e.g. 'deq_*'.")] = "*",
     as_json: AsJson = False,

@@ -13,13 +13,16 @@ def known_names() -> dict[str, dict[str, str]]:
     """Names and descriptions by kind."""
     from equipoise.adjoints import ADJOINTS
     from equipoise.bench import CASES
+    from equipoise.data.images import IMAGES
     from equipoise.models import MODELS
     from equipoise.solvers import SOLVERS
     from equipoise.tasks import TASKS
 
     registries = {"models": MODELS, "tasks": TASKS, "solvers": SOLVERS, "adjoints": ADJOINTS}
     names = {kind: _described(registry) for kind, registry in registries.items()}
-    return {**names, "corpora": corpora(), "recipes": recipes(), "figures": _figures(), "benchmarks": _described(CASES)}
+    data = {"corpora": corpora(), "images": _described(IMAGES)}
+    files = {"recipes": recipes(), "ablations": recipes("recipes/ablations")}
+    return {**names, **data, **files, "figures": _figures(), "benchmarks": _described(CASES)}
 
 
 def corpora() -> dict[str, str]:
@@ -36,10 +39,10 @@ def _subject(how_to_get: str) -> str:
     return re.split(r"[;(]|, ", how_to_get.removeprefix("Get it: "), maxsplit=1)[0].strip().rstrip(".")
 
 
-def recipes() -> dict[str, str]:
+def recipes(place: str = "recipes") -> dict[str, str]:
     """Recipes in the working folder, else in the checkout of the package; the first comment says what each is."""
     checkout = Path(equipoise.__file__).resolve().parent.parent
-    for folder in (Path("recipes"), checkout / "recipes"):
+    for folder in (Path(place), checkout / place):
         found = sorted(folder.glob("*.toml"))
         if found:
             return {str(path): _first_comment(path) for path in found}

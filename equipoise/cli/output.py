@@ -66,6 +66,19 @@ def _rich_table(columns: Sequence[str], rows: list[list[str]], numbers: list[boo
     return True
 
 
+def plots_or_exit() -> None:
+    """Import what figures need; without it the program ends with a line that says what to install."""
+    import typer
+
+    try:
+        import equipoise.plots  # noqa: F401
+    except ImportError as error:
+        if "equipoise[plots]" not in str(error):
+            raise
+        typer.echo(f"equipoise: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
 def size(count: int | None) -> str:
     """Bytes for a person."""
     if count is None:

@@ -16,8 +16,8 @@ def plot(
         str,
         typer.Argument(
             help="training, residual, nfe, iou (from metrics.jsonl); convergence, steps, memory, time, resolutions "
-            "(from inspect.json); benchmark (benchmark.json), pareto (pareto.json), masks (pictures.npz); or all that "
-            "the runs have logs for.",
+            "(from inspect.json); benchmark (benchmark.json), pareto (pareto.json), ablation (ablation.json), masks, "
+            "predictions (pictures.npz); or all that the runs have logs for.",
             show_default=False,
         ),
     ],

@@ -11,17 +11,24 @@ normalised weights are constant during a solve. With one resolution f is the res
 
 Each resolution has half the pixels of the one before, rounded up; maps that are up-sampled from it are cropped, so any
 image size will do.
+
+What is between two convolutions is one operation, and on a GPU one kernel: see `equipoise.ops.norm`. A map that
+goes to a convolution is written in the dtype that it computes in, the result in that of the state.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equipoise._compat import inside_a_transform
 from equipoise.nn.dropout import ChannelDropout2d
 from equipoise.nn.norm import weight_norm as normalised
+from equipoise.ops.norm import group_norm, residual_norm
+from equipoise.ops.norm.naive import enlarged as enlarged
+from equipoise.ops.taps import product_dtype
 
 States = tuple[Tensor, ...]
 """One map (N, C_i, H_i, W_i) per resolution, the finest first."""
@@ -37,10 +44,31 @@ def halved(size: int) -> int:
     return (size + 1) // 2
 
 
-def enlarged(x: Tensor, factor: int, size: Sequence[int]) -> Tensor:
-    """Every pixel `factor` times in both directions, cropped to `size`."""
-    larger = F.interpolate(x, scale_factor=factor, mode="nearest")
-    return larger if larger.shape[2:] == torch.Size(size) else larger[..., : size[0], : size[1]]
+def _normed(norm: nn.Module, x: Tensor, plus: Tensor | None = None, **options: Any) -> Tensor:
+    """`group_norm` by the settings and parameters of a module."""
+    assert isinstance(norm, nn.GroupNorm)
+    return group_norm(x, norm.num_groups, norm.weight, norm.bias, plus, eps=norm.eps, **options)
+
+
+def _conv_dtype(z: Tensor) -> torch.dtype:
+    """What maps are written in for a convolution: the dtype of autocast, but not where vmap may keep it from acting."""
+    return z.dtype if not torch.compiler.is_compiling() and inside_a_transform() else product_dtype(z)
+
+
+class _Both(torch.autograd.Function):
+    """A map as it is and in another dtype, for those who use it twice: one pass adds up both cotangents."""
+
+    @staticmethod
+    def forward(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return z.view_as(z), z.to(dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] + grads[1], None  # in the wider dtype, which is that of the map
 
 
 class ResidualBlock(nn.Module):
@@ -64,11 +92,26 @@ class ResidualBlock(nn.Module):
         self.norm_sum, self.norm_out = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
         self.dropout = ChannelDropout2d(dropout)
 
-    def forward(self, z: Tensor, x: Tensor | None) -> Tensor:
-        t = self.dropout(self.narrow(F.relu(self.norm_hidden(self.widen(z)))))
-        if x is not None:
-            t = t + x
-        return self.norm_out(F.relu(self.norm_sum(t) + z))
+    def forward(self, z: Tensor, x: Tensor | None, dtype: torch.dtype, uses: int) -> States:
+        """The result in a dtype of choice, once for every place that uses it."""
+        narrow = _conv_dtype(z)
+        narrowed = z
+        if narrow != z.dtype and not torch.compiler.is_compiling():
+            z, narrowed = _Both.apply(z, narrow)  # type: ignore[no-untyped-call]
+        t = self.narrow(_normed(self.norm_hidden, self.widen(narrowed), relu=True, dtype=narrow))
+        inner, outer = self.norm_sum, self.norm_out
+        return residual_norm(
+            t,
+            z,
+            inner.num_groups,
+            (inner.weight, inner.bias),
+            (outer.weight, outer.bias),
+            mask=self.dropout.mask(t),
+            x=x,
+            eps=(inner.eps, outer.eps),
+            dtype=dtype,
+            uses=uses,
+        )
 
 
 def _down(inputs: int, outputs: int, levels: int, groups: int) -> nn.Sequential:
@@ -83,7 +126,7 @@ def _down(inputs: int, outputs: int, levels: int, groups: int) -> nn.Sequential:
 
 
 class Fusion(nn.Module):
-    """r ↦ Σ_j fuse_ij(r_j) for each resolution i.
+    """r ↦ relu(Σ_j fuse_ij(r_j)) for each resolution i.
 
     Args:
         channels: Per resolution.
@@ -99,16 +142,20 @@ class Fusion(nn.Module):
             elif j < i:
                 self.paths[_path(j, i)] = _down(of, to, i - j, groups)
 
-    def forward(self, r: Sequence[Tensor]) -> list[Tensor]:
-        sums = []
-        for i, total in enumerate(r):
-            size = total.shape[2:]
-            for j, other in enumerate(r):
-                if j != i:
-                    part = self.paths[_path(j, i)](other)
-                    total = total + (part if j < i else enlarged(part, 2 ** (j - i), size))
-            sums.append(total)
-        return sums
+    def forward(self, r: Sequence[States]) -> Iterator[Tensor]:
+        """From each resolution's map, given as often as there are resolutions."""
+        for i, maps in enumerate(r):
+            total, others = maps[i], [j for j in range(len(r)) if j != i]
+            for j in others:
+                total = self._added(total, r[j][i], i, j, relu=j == others[-1])
+            yield total
+
+    def _added(self, total: Tensor, y: Tensor, i: int, j: int, relu: bool) -> Tensor:
+        """What comes from resolution j to resolution i, added to what is there."""
+        layers, dtype = list(self.paths[_path(j, i)]), total.dtype  # type: ignore[call-overload]
+        for level in range(0, len(layers) - 2, 3):  # convolution, normalisation, rectifier
+            y = _normed(layers[level + 1], layers[level](y), relu=True, dtype=dtype)
+        return _normed(layers[-1], layers[-2](y), total, enlarge=2 ** max(0, j - i), relu=relu, dtype=dtype)
 
 
 def _path(source: int, target: int) -> str:
@@ -123,6 +170,10 @@ class Mixing(nn.Sequential):
         if weight_norm:
             normalised(mix)
         super().__init__(nn.ReLU(), mix, nn.GroupNorm(max(1, groups // 2), channels, affine=affine))
+
+    def forward(self, s: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[override]
+        """From sums that are rectified already, the result in a dtype of choice."""
+        return _normed(self[2], self[1](s), dtype=dtype)
 
 
 class MultiscaleCell(nn.Module):
@@ -180,7 +231,13 @@ class MultiscaleCell(nn.Module):
     def forward(self, z: States, x: States) -> States:
         """f(z) with injections x at the finest resolutions, as many as there are."""
         given = itertools.chain(x, itertools.repeat(None))
-        r = [block(state, injected) for block, state, injected in zip(self.blocks, z, given, strict=False)]
-        if len(r) == 1:
-            return tuple(r)
-        return tuple(mix(total) for mix, total in zip(self.mixings, self.fusion(r), strict=True))
+        several = len(self.blocks) > 1
+        # Under autocast what goes to a convolution is as narrow as it would make it; the state is not.
+        r = [
+            block(state, injected, _conv_dtype(state) if several else state.dtype, len(z))
+            for block, state, injected in zip(self.blocks, z, given, strict=False)
+        ]
+        if not several:
+            return tuple(r[0])
+        sums = zip(self.mixings, self.fusion(r), z, strict=True)
+        return tuple(mix(total, state.dtype) for mix, total, state in sums)

@@ -1,6 +1,7 @@
 """Figures of runs, drawn from their logs: one figure per file, known by name through the registry."""
 
 from equipoise.plots import (  # noqa: F401
+    ablation,
     benchmark,
     convergence,
     iou,
@@ -8,6 +9,7 @@ from equipoise.plots import (  # noqa: F401
     memory,
     nfe,
     pareto,
+    predictions,
     residual,
     resolutions,
     steps,

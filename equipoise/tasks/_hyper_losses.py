@@ -2,7 +2,8 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,6 +83,7 @@ class FitSettings:
         solver: The classic solver that finds the equilibria.
         stop: When it ends.
         accept: Largest relative residual of an equilibrium to learn from; systems above it are left out.
+        pool: Batches whose equilibria are kept, and learned from again and again; None for a new one at every step.
         seed: Of the initial weights.
     """
 
@@ -97,6 +99,7 @@ class FitSettings:
     solver: Solver = Broyden()
     stop: Stop = Stop(rtol=1e-4, max_steps=60)
     accept: float = 0.05
+    pool: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -106,6 +109,8 @@ class FitSettings:
         if self.clip is not None:
             require_number("FitSettings", "clip", self.clip, low=0.0, open_low=True)
         require_number("FitSettings", "accept", self.accept, low=0.0, open_low=True)
+        if self.pool is not None:
+            require_count("FitSettings", "pool", self.pool)
         if self.emphasis not in EMPHASES:
             raise unknown_name("emphasis", self.emphasis, EMPHASES)
 
@@ -145,6 +150,7 @@ class Target:
         residual: (N,) the relative residual there.
         deq: Whose solve it was.
         inputs: Of the DEQ.
+        accepted: Share of the systems whose equilibrium was found; these are the ones that are left.
     """
 
     problem: Problem
@@ -153,12 +159,26 @@ class Target:
     residual: Tensor
     deq: DEQ
     inputs: tuple[Any, ...]
+    accepted: float = 1.0
 
     def rows(self, index: Tensor) -> "Target":
         """Some of its systems."""
         start, root = (_leaves.take_rows(part, index) for part in (self.start, self.root))
         problem, residual = self.problem.rows(index), self.residual.index_select(0, index)
         return dataclasses.replace(self, problem=problem, start=start, root=root, residual=residual)
+
+    def usable(self, accept: float) -> "Target | None":
+        """The systems with an equilibrium of at most this residual, None if there are none.
+
+        They also take the places of the others, where f can be evaluated on any of them: one shape serves all batches.
+        """
+        kept, count = (self.residual <= accept).nonzero()[:, 0], self.problem.num_systems
+        if len(kept) in (0, count):
+            return self if len(kept) else None
+        accepted = len(kept) / count
+        if self.problem.can_slice:
+            kept = kept.repeat(math.ceil(1 / accepted))[:count]
+        return dataclasses.replace(self.rows(kept), accepted=accepted)
 
 
 def find_targets(
@@ -248,6 +268,11 @@ class Losses:
     first: Tensor
     last: Tensor
 
+    @property
+    def parts(self) -> list[Tensor]:
+        """The three."""
+        return [self.convergence, self.initial, self.residual]
+
 
 def unrolled_losses(solver: HyperAnderson, target: Target, settings: FitSettings) -> Losses:
     """Run the solver for some steps, recorded by autograd, and measure how it does.
@@ -297,10 +322,15 @@ class Balance:
         self.sizes: list[Tensor] | None = None
 
     def total(self, losses: Losses, progress: float) -> Tensor:
-        """The sum that is minimised."""
-        parts = [losses.convergence, losses.initial, losses.residual]
+        """The sum that is minimised when this share of the steps has been made."""
         if self.sizes is None or not all(size.isfinite() for size in self.sizes):
-            sizes = [part.detach().clamp_min(torch.finfo(part.dtype).tiny) for part in parts]
+            parts = [part.detach() for part in losses.parts]
+            sizes = [part.clamp_min(torch.finfo(part.dtype).tiny) for part in parts]
             self.sizes = sizes if self.weights.relative else [torch.ones_like(part) for part in parts]
-        weighted = zip(parts, self.sizes, self.weights.at(progress), strict=True)
-        return torch.stack([weight * part / size for part, size, weight in weighted if part.requires_grad]).sum()
+        return self.weighted(losses, self.weights.at(progress))
+
+    def weighted(self, losses: Losses, weights: Iterable[float | Tensor]) -> Tensor:
+        """The sum with given weights; nothing is read on the host."""
+        assert self.sizes is not None
+        terms = zip(losses.parts, self.sizes, weights, strict=True)
+        return torch.stack([weight * part / size for part, size, weight in terms if part.requires_grad]).sum()

@@ -6,9 +6,11 @@ inputs and moved towards them. No labels are needed.
 
 import contextlib
 import dataclasses
+import itertools
 import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +34,14 @@ from equipoise.tasks._hyper_losses import (
     frozen,
     unrolled_losses,
 )
+from equipoise.tasks._hyper_pool import Pool
+from equipoise.tasks._hyper_steps import Learner, apply_if_finite, gradients
 
 if TYPE_CHECKING:
+    from equipoise.train.load import TrainedRun
     from equipoise.train.tracking import MetricsWriter
+
+LOG = "fit.jsonl"
 
 __all__ = [
     "PUBLISHED",
@@ -46,12 +53,16 @@ __all__ = [
     "LossWeights",
     "Losses",
     "Networks",
+    "Pool",
     "Target",
     "Unread",
     "find_targets",
     "fit_hyper_solver",
+    "fit_opened",
     "fit_run",
+    "forward_of",
     "hyper_step",
+    "pool_of",
     "unrolled_losses",
 ]
 
@@ -101,41 +112,14 @@ def hyper_step(
     targets, carry = find_targets(model, batch, settings, forward, carry)
     if not targets:
         raise ValueError(f"{type(model).__name__} solved for no equilibrium on this batch: is it a DEQ?")
+    usable = [found for target in targets if (found := target.usable(settings.accept)) is not None]
+    accepted = {"accepted": torch.tensor(sum(target.accepted for target in usable) / len(targets))}
+    if not usable:
+        return accepted, carry
     optimiser.zero_grad(set_to_none=True)
-    records = []
-    with frozen(model, apart_from=solver), torch.enable_grad(), evaluating(model):
-        for target in targets:
-            usable = target.residual <= settings.accept
-            share = usable.float().mean()
-            if share < 1:
-                target = target.rows(usable.nonzero()[:, 0])
-            if target.problem.num_systems == 0:
-                records.append({"accepted": share})
-                continue
-            losses = unrolled_losses(solver, target, settings)
-            total = balance.total(losses, progress)
-            total.backward()
-            records.append(_record(losses, total, share, target.residual))
-    size = _clip(solver, settings.clip)
-    finite = bool(torch.isfinite(size))
-    if finite:
-        optimiser.step()
-    optimiser.zero_grad(set_to_none=True)  # else those who clip the gradients of the whole model would meet these
-    keys = list(dict.fromkeys(key for record in records for key in record))
-    means = {key: torch.stack([record[key] for record in records if key in record]).mean() for key in keys}
-    return {**means, "gradient": size, "skipped": torch.tensor(float(not finite))}, carry
-
-
-def _record(losses: Losses, total: Tensor, share: Tensor, residual: Tensor) -> dict[str, Tensor]:
-    logged = {"loss": total, **{name: getattr(losses, name) for name in ("convergence", "initial", "residual")}}
-    quantities = {"start_residual": losses.first, "end_residual": losses.last, "truth_residual": residual}
-    logged |= {name: values.median() for name, values in quantities.items()}
-    return {"accepted": share, **{name: value.detach() for name, value in logged.items()}}
-
-
-def _clip(solver: HyperAnderson, most: float | None) -> Tensor:
-    parameters = [parameter for parameter in solver.parameters() if parameter.grad is not None]
-    return nn.utils.clip_grad_norm_(parameters, math.inf if most is None else most)
+    with frozen(model, apart_from=solver), evaluating(model):
+        record = gradients(solver, usable, settings, balance, progress=progress)
+    return {**accepted, **record, "skipped": apply_if_finite(optimiser, record["gradient"])}, carry
 
 
 def fit_hyper_solver(
@@ -145,6 +129,8 @@ def fit_hyper_solver(
     *,
     solver: HyperAnderson | None = None,
     forward: Forward | None = None,
+    pool: Pool | None = None,
+    seconds: float | None = None,
     log: str | Path | None = None,
     log_every: int = 50,
     progress: bool = False,
@@ -158,55 +144,75 @@ def fit_hyper_solver(
         settings: How.
         solver: Go on with this one; by default one is made by `hyper_solver_for`.
         forward: How to run the model on a batch; by default it is called with it.
+        pool: Equilibria found before, e.g. for another fit; `settings.pool` has them found here.
+        seconds: End after so many, if there are steps left then; schedules are shortened.
         log: A file of JSON lines to write.
         log_every: Steps between them.
         progress: Whether to show a progress bar to a person at a terminal.
         **sizes: Of `hyper_solver_for`, where `solver` is not given.
     """
-    stream, fresh = _stream(batches), solver is None
+    started, fresh = time.perf_counter(), solver is None
+    if pool is None and settings.pool is not None:
+        pool = Pool(model, itertools.islice(_stream(batches), min(settings.pool, settings.steps)), settings, forward)
+    elif pool is not None and not pool.serves(settings):
+        raise ValueError("the pool was found with another solver, stop, accept or pool than the fit's settings say.")
+    targets = _targets(model, batches, settings, forward) if pool is None else map(pool.at, itertools.count())
     if solver is None:
-        solver = _made_for(model, next(stream), settings, forward, sizes)
-        stream = _stream(batches)
+        first = pool.at(0) if pool else find_targets(model, next(_stream(batches)), settings, forward)[0]
+        solver = _made_for(model, first, settings, sizes)
     elif sizes:
         raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
     if not solver.num_parameters:
         raise ValueError("this solver has nothing to learn: let it have an initialiser, weights or a step length.")
-    optimiser = torch.optim.Adam(solver.parameters(), settings.learning_rate)
-    balance, carry, kept, started = Balance(settings.losses), None, [], time.perf_counter()
-    with _writer(log) as writer, _bar(settings.steps, progress) as bar:
-        for step, batch in zip(range(settings.steps), stream, strict=False):
-            share = step / settings.steps
-            for group in optimiser.param_groups:
-                group["lr"] = settings.learning_rate * 0.5 * (1 + math.cos(math.pi * share))
-            values, carry = hyper_step(
-                model,
-                batch,
-                solver,
-                optimiser,
-                settings=settings,
-                forward=forward,
-                carry=carry,
-                balance=balance,
-                progress=share if fresh else 1.0,  # what makes weights Anderson's at first is not for fitted ones
-            )
+    learner, kept, step = Learner(solver, settings), [], 0
+    with (
+        _writer(log) as writer,
+        _bar(settings.steps, progress) as bar,
+        frozen(model, apart_from=solver),
+        evaluating(model),
+    ):
+        for step, found in zip(range(settings.steps), targets, strict=False):
+            share = max(step / settings.steps, (time.perf_counter() - started) / (seconds or math.inf))
+            last = step == settings.steps - 1 or share >= 1
+            values = _learn(learner, found, min(share, 1.0), fresh)
             bar.update()
-            if step % log_every == 0 or step == settings.steps - 1:
+            if step % log_every == 0 or last:
                 kept.append({name: float(value) for name, value in values.items()})
                 bar.set_postfix(residual=f"{kept[-1].get('end_residual', math.nan):.1e}", refresh=False)
                 if writer is not None:
                     writer.write(step, {"seconds": time.perf_counter() - started, "fit": kept[-1]})
+            if last:
+                break
     own, learned = solver.num_parameters, {id(parameter) for parameter in solver.parameters()}
     base = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in learned)
-    counts = {"parameters": own, "model_parameters": base, "share": own / max(1, base)}
-    record = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started, **counts}
-    return Fit(solver, record)
+    record: dict[str, Any] = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started}
+    record |= {"steps": step + 1, "replayed": learner.replayed, "pool": None if pool is None else len(pool)}
+    return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
+
+
+def _learn(learner: Learner, targets: Sequence[Target], share: float, fresh: bool) -> dict[str, Any]:
+    """A step on the equilibria of a batch."""
+    if not targets:
+        return {"accepted": 0.0}
+    # What makes weights Anderson's at first is not for fitted ones.
+    logged = learner.step(targets, share, share if fresh else 1.0)
+    return {"accepted": statistics.fmean(target.accepted for target in targets), **logged}
+
+
+def _targets(
+    model: nn.Module, batches: Iterable[Any] | Callable[[int], Any], settings: FitSettings, forward: Forward | None
+) -> Iterator[list[Target]]:
+    """The equilibria of batch after batch, those that are good enough."""
+    carry = None
+    for batch in _stream(batches):
+        targets, carry = find_targets(model, batch, settings, forward, carry)
+        yield [found for target in targets if (found := target.usable(settings.accept)) is not None]
 
 
 def _made_for(
-    model: nn.Module, batch: Any, settings: FitSettings, forward: Forward | None, sizes: dict[str, Any]
+    model: nn.Module, targets: Sequence[Target], settings: FitSettings, sizes: dict[str, Any]
 ) -> HyperAnderson:
     """A solver for the states that the model has on a batch."""
-    targets, _ = find_targets(model, batch, settings, forward)
     if not targets:
         raise ValueError(f"{type(model).__name__} solved for no equilibrium on the first batch: is it a DEQ?")
     with torch.random.fork_rng(devices=[]):
@@ -290,15 +296,21 @@ class Networks:
 
 @dataclass(frozen=True)
 class HyperRecipe:
-    """A fit in one file: `[solver]` and `[fit]`.
+    """A fit in one file: `[solver]` and `[fit]`, and what is known of its like.
 
     Attributes:
         solver: What the solver consists of.
         fit: How it is fitted.
+        published: What was found of this variant elsewhere, in words.
+        worse_than: Names of the variants that were found better, "anderson" among them.
+        better_than: Names of those that were found worse.
     """
 
     solver: Networks = Networks()
     fit: FitSettings = FitSettings()
+    published: str = ""
+    worse_than: tuple[str, ...] = ()
+    better_than: tuple[str, ...] = ()
 
 
 class Unread(dict[str, Any]):
@@ -311,6 +323,61 @@ class Unread(dict[str, Any]):
         """Take nothing in."""
 
 
+def forward_of(opened: "TrainedRun") -> Forward:
+    """How a run's model is run on a batch of its task."""
+
+    def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
+        return opened.task.evaluation_step(model, batch.to(opened.device), carry, Unread())  # type: ignore[arg-type]
+
+    return forward
+
+
+def pool_of(opened: "TrainedRun", settings: FitSettings, count: int) -> Pool:
+    """Equilibria of a run's model on its training inputs, for several fits.
+
+    Args:
+        opened: The run.
+        settings: How they are found.
+        count: Batches.
+    """
+    with opened.autocast():
+        return Pool(opened.model, map(opened.splits.train, range(count)), settings, forward_of(opened))
+
+
+def fit_opened(
+    opened: "TrainedRun", recipe: HyperRecipe, folder: Path, *, solver: HyperAnderson | None = None, **options: Any
+) -> dict[str, Any]:
+    """Fit a learned solver to the model of a run on its training inputs; writes solver.safetensors and fit.jsonl.
+
+    Args:
+        opened: The run.
+        recipe: What and how.
+        folder: Of the files.
+        solver: Go on with this one.
+        **options: Of `fit_hyper_solver`.
+    """
+    from equipoise.train.checkpoint import check_writable
+    from equipoise.train.config import to_data
+
+    check_writable(folder)
+    log = folder / LOG
+    log.unlink(missing_ok=True)
+    options |= {} if solver is not None else recipe.solver.settings()
+    with opened.autocast():
+        fit = fit_hyper_solver(
+            opened.model,
+            opened.splits.train,
+            recipe.fit,
+            solver=solver,
+            forward=forward_of(opened),
+            log=log,
+            **options,
+        )
+    notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
+    path = save_solver(fit.solver, folder / FILE, opened.model, notes)
+    return {"file": str(path), "log": str(log), **notes}
+
+
 def fit_run(
     run: str | Path,
     recipe: HyperRecipe = HyperRecipe(),
@@ -320,9 +387,11 @@ def fit_run(
     force: bool = False,
     data_dir: str | None = None,
     which: str = "best",
+    changes: Sequence[str] = (),
+    seconds: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
-    """Fit a learned solver to the model of a run on its training inputs; writes solver.safetensors and fit.jsonl.
+    """Fit a learned solver to the model of a run; see `fit_opened`.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -332,39 +401,19 @@ def fit_run(
         force: Overwrite a solver that is there.
         data_dir: Where data files are.
         which: Of a run: "best" or "latest" checkpoint.
+        changes: Of the task's settings, e.g. `task.batch_size=8`.
+        seconds: End after so many.
         progress: Whether to show a progress bar to a person at a terminal.
 
     Returns:
         A record: files, settings, seconds, parameters, and first and last values of the log.
     """
-    from equipoise.train.checkpoint import check_writable
-    from equipoise.train.config import to_data
     from equipoise.train.load import open_run
 
     folder = Path(out) if out is not None else Path(run) / "hyper"
     if (folder / FILE).exists() and not force:
         raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
-    opened = open_run(run, "valid", data_dir, which=which)
+    opened = open_run(run, "valid", data_dir, which=which, changes=changes)
     solver = load_solver(finetune, device=opened.device) if finetune is not None else None
-    check_writable(folder)
-    log = folder / "fit.jsonl"
-    log.unlink(missing_ok=True)
-
-    def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
-        return opened.task.evaluation_step(model, batch.to(opened.device), carry, Unread())  # type: ignore[arg-type]
-
-    made = {} if solver is not None else recipe.solver.settings()
-    with opened.autocast():
-        fit = fit_hyper_solver(
-            opened.model,
-            opened.splits.train,
-            recipe.fit,
-            solver=solver,
-            forward=forward,
-            log=log,
-            progress=progress,
-            **made,
-        )
-    notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
-    path = save_solver(fit.solver, folder / FILE, opened.model, notes)
-    return {"run": str(run), "file": str(path), "log": str(log), "finetuned": finetune and str(finetune), **notes}
+    record = fit_opened(opened, recipe, folder, solver=solver, seconds=seconds, progress=progress)
+    return {"run": str(run), "finetuned": finetune and str(finetune), **record}

@@ -262,7 +262,15 @@ class CapturedSteps:
         self._written = [math.nan] * len(self._places)
 
     def step(
-        self, batch: Any, carry: Any, plan: StepPlan | None, *, factor: float, seed: int, step: int
+        self,
+        batch: Any,
+        carry: Any,
+        plan: StepPlan | None,
+        *,
+        factor: float,
+        seed: int,
+        step: int,
+        solver: nn.Module | None = None,
     ) -> Pass | None:
         """Make a step; None if it is to be made in the ordinary way, and `fallbacks` says why.
 
@@ -273,11 +281,12 @@ class CapturedSteps:
             factor: Of the learning rates.
             seed: Of its draws.
             step: Its number.
+            solver: A learned one that stands in for that of the plan.
         """
         try:
             _check_plan(plan)
             blends = self.average is not None and self.average.steady(step)
-            kind = self._kind(self._key(batch, carry, plan, blends), blends, batch.rows)
+            kind = self._kind(self._key(batch, carry, plan, blends, solver), blends, batch.rows)
             kind.seen += 1
             if kind.obstacle is not None:
                 raise CannotCapture(kind.obstacle)
@@ -286,7 +295,7 @@ class CapturedSteps:
             read = len(self._read)
             made = self._make(kind, batch, carry, plan, factor, seed, step)
             if len(self._read) > read:  # no key will be equal to an older one
-                self._kinds = OrderedDict([(self._key(batch, carry, plan, blends), kind)])
+                self._kinds = OrderedDict([(self._key(batch, carry, plan, blends, solver), kind)])
             return made
         except CannotCapture as reason:
             if not self.fallbacks[str(reason)]:
@@ -295,12 +304,13 @@ class CapturedSteps:
             self.fallbacks[str(reason)] += 1
             return None
 
-    def _key(self, batch: Any, carry: Any, plan: StepPlan | None, blends: bool) -> Any:
+    def _key(self, batch: Any, carry: Any, plan: StepPlan | None, blends: bool, solver: nn.Module | None) -> Any:
         """What steps of one kind have in common, besides the values of tensors, rates and weights."""
         if not hasattr(batch, "__dict__"):
             raise CannotCapture(f"a batch of type {type(batch).__name__} has no attributes to copy")
         return (
             plan and (plan.phase, plan.plan, plan.penalty_weight > 0, plan.penalty_probes),
+            solver,
             blends,
             batch.rows,
             tuple(map(_form, _sources(batch, None, self.device))),

@@ -120,6 +120,7 @@ def score_run(
     solver: str | None = None,
     which: str = "best",
     changes: Sequence[str] = (),
+    opened: TrainedRun | None = None,
 ) -> dict[str, Any]:
     """Score a trained model on a split, in the precision of its training, and say whether it is an equilibrium's score.
 
@@ -132,6 +133,7 @@ def score_run(
         solver: Name of a solver to use instead of the model's.
         which: Of a run: "best" or "latest" checkpoint.
         changes: Of the task's settings, e.g. `task.eval_batch_size=1`.
+        opened: The run, if it has been loaded already.
 
     Returns:
         A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `sweep`, `changes`), `results` with
@@ -142,14 +144,14 @@ def score_run(
         raise ValueError(f"steps are a sweep of {BUDGET}; give either them or the sweep of {sweep.key}.")
     if steps:
         sweep = Sweep("stop", "max_steps", tuple(steps))
-    opened = open_run(run, split, data_dir, which=which, changes=changes)
+    opened = opened or open_run(run, split, data_dir, which=which, changes=changes)
     deqs = [module for module in opened.model.modules() if isinstance(module, DEQ)]
     if (sweep or solver) and not deqs:
         raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
     opened.task.metrics()  # imports what the first score would else be charged for
     with override(opened.model, solver=named_solver(solver, opened.model)) if solver else contextlib.nullcontext():
-        results = [_score(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
-        used = type(_plan(opened.model).solver).__name__ if deqs else None
+        results = [_point(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
+        used = type(plan_of(opened.model).solver).__name__ if deqs else None
     return {
         "run": str(run),
         "checkpoint": str(opened.folder),
@@ -172,20 +174,30 @@ def _shown(values: Sequence[Any]) -> Sequence[Any]:
     return values if len(values) < 2 else tqdm(values, disable=None, unit="score", leave=False)  # type: ignore[return-value]
 
 
-def _plan(model: nn.Module) -> Plan:
-    """The plan of evaluations."""
+def plan_of(model: nn.Module) -> Plan:
+    """The plan of evaluations of a model with equilibria."""
     deq = next(module for module in model.modules() if isinstance(module, DEQ))
     return deq.eval_plan or deq.plan
 
 
-def _score(opened: TrainedRun, split: str, sweep: Sweep | None, value: Any) -> dict[str, Any]:
-    window, started = StatsWindow(), time.perf_counter()
-    changed = override(opened.model, **sweep.change(_plan(opened.model), value)) if sweep else contextlib.nullcontext()
-    with changed, opened.autocast():
-        metrics = evaluate(opened.task, opened.model, opened.splits, split, opened.device, window)
+def _point(opened: TrainedRun, split: str, sweep: Sweep | None, value: Any) -> dict[str, Any]:
     budget = value if sweep is not None and sweep.key == BUDGET else None
     point = {"steps": budget} if sweep is None or budget is not None else {"steps": None, sweep.key: value}
-    return {**point, **metrics, "solve": window.summary(), "seconds": time.perf_counter() - started}
+    return {**point, **score(opened, split, **(sweep.change(plan_of(opened.model), value) if sweep else {}))}
+
+
+def score(opened: TrainedRun, split: str, **changes: Any) -> dict[str, Any]:
+    """Metrics of a loaded run on a split, with the residuals and evaluations (`solve`) and `seconds` they took.
+
+    Args:
+        opened: The run.
+        split: Name of a held-out split.
+        **changes: Of the plan of evaluations, e.g. `stop=Stop(...)`.
+    """
+    window, started = StatsWindow(), time.perf_counter()
+    with override(opened.model, **changes) if changes else contextlib.nullcontext(), opened.autocast():
+        metrics = evaluate(opened.task, opened.model, opened.splits, split, opened.device, window)
+    return {**metrics, "solve": window.summary(), "seconds": time.perf_counter() - started}
 
 
 def doubts(results: Sequence[dict[str, Any]], metric: str, key: str | None = None) -> list[str]:

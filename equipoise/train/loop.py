@@ -218,16 +218,17 @@ class _Run:
         factor = self.recipe.train.learning_rate.factor(state.step, self.horizon)
         factor *= state.plateau.scale if state.plateau else 1.0
         batch = self._batch(state.shares[0])
-        # A learned solver has no recorded step.
-        record = self.captured is not None and self._learned is None
-        losses = self._captured_step(batch, factor) if record else None
+        losses = None if self.captured is None else self._captured_step(batch, factor)
         return self._ordinary_step(batch, factor) if losses is None else losses
 
     def _captured_step(self, batch: Any, factor: float) -> dict[str, Tensor] | None:
         assert self.captured is not None
         state, (share,) = self.state, self.state.shares
         seed = step_seed(self.recipe.train.seed, state.step)
-        made = self.captured.step(batch, share.carry, self.plan, factor=factor, seed=seed, step=state.step)
+        solver = self._learned.solver if self._learned is not None else None
+        made = self.captured.step(
+            batch, share.carry, self.plan, factor=factor, seed=seed, step=state.step, solver=solver
+        )
         return None if made is None else self._note(share, batch, made)
 
     def _ordinary_step(self, batch: Any, factor: float) -> dict[str, Tensor]:
@@ -331,6 +332,7 @@ class _Run:
             budget: Steps of the solver; None for what the schedule says.
         """
         plan, window = self._apply_plan(budget), StatsWindow()
+        self.processes.average_statistics(self.model)
         self.model.eval()
         with self.state.averaged(), self.accelerator.autocast():
             values = evaluate(self.task, self.model, self.splits, split, self.processes.device, window, most)
@@ -344,6 +346,7 @@ class _Run:
     def _save(self, metrics: dict[str, float] | None = None) -> None:
         root = self.out / CHECKPOINTS
         self.state.seconds = self._clock()
+        self.processes.average_statistics(self.model)  # of all processes: a resumed run begins with these everywhere
         folder = self.state.save(root, self.config, self.processes)
         if self.processes.main:
             # The score of a warm-up stack is not that of the equilibrium its weights will be loaded as.

@@ -16,8 +16,8 @@ from equipoise.bench.harness import in_turns
 from equipoise.solvers import Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
 from equipoise.tasks._hyper_losses import Forward, call_model, evaluating
-from equipoise.tasks.hyper import Unread
-from equipoise.train.load import open_run
+from equipoise.tasks.hyper import forward_of
+from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
@@ -277,24 +277,44 @@ def pareto_run(
         **options: Of `pareto`.
     """
     opened = open_run(run, split, data_dir, which=which)
-    task, device = opened.task, opened.device
     chosen: dict[str, Any] = {}
     for name in solvers:
         made = named_solver(name, opened.model, force=force)
         chosen.setdefault(LEARNED if name.startswith(PREFIX) else name, []).append(made)
+    others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
+    measured = pareto_opened(opened, chosen, budgets, split=split, most=most, others=others, at=at, **options)
+    record = {"run": str(run), **measured}
+    write_json(Path(run) / FILE, record)
+    return record
+
+
+def pareto_opened(
+    opened: TrainedRun,
+    solvers: Mapping[str, Solver | str | Sequence[Solver]],
+    budgets: Sequence[int],
+    *,
+    split: str = "valid",
+    most: int | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measure a run's model by the protocol of `pareto`.
+
+    Args:
+        opened: The run.
+        solvers: By name; see `pareto`.
+        budgets: Numbers of steps.
+        split: Held-out data.
+        most: Batches to score on; None for all.
+        **options: Of `pareto`.
+    """
+    task, device = opened.task, opened.device
 
     def score(model: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
         return evaluate(task, model, opened.splits, split, device, most=most)
 
-    def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
-        return task.evaluation_step(model, batch, carry, Unread())  # type: ignore[arg-type]
-
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
-    others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
-    options = {"metric": task.score, "score": score, "forward": forward, "others": others, "at": at, **options}
+    options = {"metric": task.score, "score": score, "forward": forward_of(opened), **options}
     with opened.autocast():
-        record = pareto(opened.model, batches, chosen, budgets, **options)
-    record = {"run": str(run), "checkpoint": str(opened.folder), "split": split, **record}
-    write_json(Path(run) / FILE, record)
-    return record
+        record = pareto(opened.model, batches, solvers, budgets, **options)
+    return {"checkpoint": str(opened.folder), "split": split, **record}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 BUCKET = 2**24  # numbers sent at once
+_STATISTICS = ("running_mean", "running_var")
 
 
 class ProcessLostError(ConnectionError):
@@ -96,10 +97,25 @@ class Processes:
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
 
+    @torch.no_grad()
+    def average_statistics(self, model: nn.Module) -> None:
+        """Give BatchNorm the mean of its running statistics in all processes, each of which saw rows of its own."""
+        if self.count == 1:
+            return
+        for bucket in _buckets(_running_statistics(model)):
+            flat = self._add(torch.cat([kept.flatten() for kept in bucket])) / self.count
+            for kept, mean in zip(bucket, flat.split([kept.numel() for kept in bucket]), strict=True):
+                kept.copy_(mean.view_as(kept))
+
     def _add(self, tensor: Tensor) -> Tensor:
         with _reported():
             dist.all_reduce(tensor)
         return tensor
+
+
+def _running_statistics(model: nn.Module) -> list[Tensor]:
+    """Running means and variances, by the names that normalisation layers have for them."""
+    return [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in _STATISTICS]
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

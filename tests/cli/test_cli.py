@@ -36,6 +36,7 @@ COMMANDS = {
         "--which",
         "--set",
         "--pareto",
+        "--pictures",
         "--data-dir",
         "--json",
     ),
@@ -44,7 +45,10 @@ COMMANDS = {
     "inspect": ("RUN", "--split", "--batches", "--depths", "--which", "--data-dir", "--json"),
     "benchmark": ("CASE", "--out", "--shape", "--device", "--rounds", "--json"),
     "plot": ("FIGURE", "RUN", "--out", "--json"),
-    "data": ("CORPUS", "--tokens", "--data-dir", "--json"),
+    "report": ("RUN", "--out", "--json"),
+    "export": ("RUN", "OUT", "--dtype", "--which", "--json"),
+    "ablate": ("FILE", "--out", "--seeds", "--variant", "--jobs", "--minutes", "--set", "--data-dir", "--json"),
+    "data": ("NAME", "--tokens", "--data-dir", "--json"),
     "list": ("KIND", "PATTERN", "--json"),
 }
 

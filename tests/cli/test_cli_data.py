@@ -1,5 +1,6 @@
-"""`equipoise data`: which corpora are there, and what is in one."""
+"""`equipoise data`: which corpora and sets of images are there, and what is in one."""
 
+import functools
 import json
 import zipfile
 
@@ -7,7 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from equipoise.cli import main as cli
-from equipoise.data.files import TextFile
+from equipoise.data.files import MissingDataError, TextFile
+from equipoise.data.image_places import PLACES
+from equipoise.data.images import IMAGES, load_images
 from equipoise.data.text import CORPORA, Corpus
 from tests.runs import write_corpus
 
@@ -117,7 +120,7 @@ def test_the_embedded_corpus_needs_no_files(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("toi",), "unknown corpus 'toi'; did you mean 'toy'"),
+        (("toi",), "unknown data set 'toi'; did you mean 'toy'"),
         (("ptb",), "ptb.train.txt (or with .xz, .gz, .zip) was not found"),
         (("toy", "--tokens", "words"), "unknown kind of tokens 'words'; did you mean 'word'"),
     ],
@@ -142,3 +145,102 @@ def test_no_data_directory_ends_with_one_line(corpus, run_main):
     code, _, error = run_main("data", "toy")
     assert code == 2
     assert "pass --data-dir (data_dir=...) or set EQUIPOISE_DATA" in error
+
+
+# Images
+
+
+def images(*arguments):
+    return {entry["name"]: entry for entry in json.loads(invoke(*arguments, "--json"))["images"]}
+
+
+def test_every_set_of_images_is_listed_with_its_place_or_its_remedy(tmp_path):
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "train-images-idx3-ubyte.gz").write_bytes(b"found, not read")
+    (tmp_path / "imagenet" / "train").mkdir(parents=True)
+    found = images("list", "--data-dir", tmp_path)
+    assert set(found) == set(IMAGES)
+    assert {name for name, entry in found.items() if entry["status"] == "found"} == {
+        "digits",
+        "shapes",
+        "mnist",
+        "imagenet",
+    }
+    assert found["mnist"]["where"] == str(tmp_path / "mnist" / "train-images-idx3-ubyte.gz")
+    assert found["imagenet"]["where"] == str(tmp_path / "imagenet")
+    assert found["cifar10"]["problem"] == PLACES["cifar10"].how_to_get
+    shown = invoke("--data-dir", tmp_path)
+    assert "  cifar10        missing  no data\n" in shown
+    assert "  digits         found    made, not read\n" in shown
+    assert f"camvid: {PLACES['camvid'].how_to_get}\n" in shown
+
+
+@pytest.mark.parametrize("name", sorted(PLACES))
+def test_sets_are_sought_where_they_are_read(name, tmp_path):
+    """The loader's own error names the places; a folder that is there in part is another one."""
+    with pytest.raises(MissingDataError) as loading:
+        load_images(name, tmp_path)
+    with pytest.raises(MissingDataError) as locating:
+        PLACES[name].find(tmp_path)
+    if PLACES[name].files:
+        assert str(locating.value) == str(loading.value)
+    else:
+        place = tmp_path / PLACES[name].folders[0] / PLACES[name].inside
+        place.mkdir(parents=True)
+        assert PLACES[name].find(tmp_path) == place.parent
+        with pytest.raises(MissingDataError, match=str(place)):
+            load_images(name, tmp_path)
+    with pytest.raises(MissingDataError, match="no data directory is known: pass --data-dir"):
+        PLACES[name].find(None)
+    assert PLACES[name].how_to_get in str(locating.value)
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(PLACES) if PLACES[name].files])
+def test_a_set_in_any_folder_is_found(name, tmp_path):
+    place = PLACES[name]
+    for number, folder in enumerate((*place.folders, ".")):
+        root = tmp_path / str(number)
+        (root / folder).mkdir(parents=True)
+        (root / folder / place.files[0].name).write_bytes(b"x")
+        assert place.find(root) == root / folder / place.files[0].name
+
+
+def test_what_is_in_a_set_of_images():
+    record = json.loads(invoke("digits", "--json"))
+    assert (record["images"], record["masks"], record["channels"]) == ("digits", False, 1)
+    assert record["classes"] == [str(digit) for digit in range(10)]
+    train = record["splits"]["train"]
+    assert (train["images"], train["width"], train["height"]) == (4000, 16, 16)
+    targets = load_images("digits").splits["train"].targets
+    assert train["shares"] == pytest.approx([float((targets == k).double().mean()) for k in range(10)])
+    shown = invoke("digits")
+    assert shown.startswith("digits: 10 classes of images, 1 channels\n")
+    assert "  train   4,000  16×16\n" in shown
+
+
+def test_what_is_in_a_set_with_masks(monkeypatch):
+    monkeypatch.setitem(IMAGES, "shapes", functools.partial(IMAGES["shapes"], size=8, train_size=20, test_size=10))
+    record = json.loads(invoke("shapes", "--json"))
+    assert record["masks"]
+    masks = load_images("shapes").splits["test"].targets
+    shares = record["splits"]["test"]["shares"]
+    assert shares == pytest.approx([float((masks == k).double().mean()) for k in range(4)])
+    assert "share of the pixels, %\n" in invoke("shapes")
+
+
+def test_a_folder_of_images_is_told_from_one_of_text(tmp_path, run_main):
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    code, _, error = run_main("data", "mine", "--data-dir", tmp_path)
+    assert code == 2
+    assert str(tmp_path / "mine" / "train") in error
+
+
+def test_a_missing_set_ends_with_one_line(tmp_path, run_main):
+    for name in ("cifar10", "cityscapes"):
+        code, out, error = run_main("data", name, "--data-dir", tmp_path)
+        assert (code, out) == (2, "")
+        assert error.count("\n") == 1
+        assert PLACES[name].how_to_get in error
+    code, _, error = run_main("data", "cifar1O", "--data-dir", tmp_path)
+    assert code == 2
+    assert "unknown data set 'cifar1O'; did you mean 'cifar10'?" in error

@@ -7,8 +7,10 @@ import shutil
 import pytest
 
 import equipoise as eq
+from equipoise.cli.hyper import _read
 from equipoise.plots import draw
 from equipoise.solvers import fingerprint, load_solver
+from equipoise.train import hyper_study
 from equipoise.train.load import find_checkpoint, load
 from equipoise.train.pareto import pareto_run
 from equipoise.train.tracking import read_metrics
@@ -86,6 +88,12 @@ def test_settings_from_a_file(run, tmp_path):
         (("--steps", "0"), "steps must be an integer of at least 1"),
         (("--finetune", "nowhere"), "no learned solver at nowhere"),
         (("--which", "bets"), "did you mean 'best'"),
+        (("--recipe", "sofmax"), "unknown recipe 'sofmax'; did you mean 'softmax'?"),
+        (("--recipe", "absent.toml"), "there is no file absent.toml"),
+        (("--recipe", "full", "--recipe", "free"), "2 recipes (full, free) are fitted for a report; give --report DIR"),
+        (("--most", "3"), "--most cannot be used here: this belongs to a report; give --report DIR"),
+        (("--report", "out", "--out", "x", "--seed", "1"), "--out, --seed cannot be used here: a report has fits"),
+        (("--set", "task.lenght=3"), "did you mean 'length'"),
     ],
 )
 def test_a_wrong_option_ends_with_one_line(run, run_main, options, words):
@@ -93,6 +101,62 @@ def test_a_wrong_option_ends_with_one_line(run, run_main, options, words):
     assert code == 2
     assert words in one_line(error)
     assert not (run / "hyper" / "solver.safetensors").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--report", "report")])
+def test_a_folder_without_a_checkpoint(tmp_path, run_main, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run_main("hyper", tmp_path, *options)
+    assert code == 2
+    assert "neither a checkpoint nor a run with checkpoints" in one_line(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_by_name(run):
+    assert fitted(run, "--recipe", "softmax")["recipe"]["solver"]["weights"] == "softmax"
+
+
+def test_a_limit_of_time(run):
+    record = json.loads(invoke("hyper", run, "--steps", 10**6, *QUICK, "--minutes", 1e-6, "--json").stdout)
+    assert record["steps"] == 1
+
+
+def test_recipes_of_a_folder_come_with_the_one_in_full(tmp_path):
+    (tmp_path / "b.toml").write_text("[solver]\nmemory = 2\n")
+    (tmp_path / "a.toml").write_text("")
+    found = _read([str(tmp_path)], ["fit.steps=7"])
+    assert list(found) == ["full", "a", "b"]
+    assert {recipe.fit.steps for recipe in found.values()} == {7}
+    assert (found["a"].solver.memory, found["b"].solver.memory) == (6, 2)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no recipes"):
+        _read([str(tmp_path / "empty")], [])
+
+
+def test_a_report(run, tmp_path, monkeypatch):
+    asked = {}
+
+    def study(run, recipes, out, **options):
+        asked.update(options, recipes=list(recipes), run=run)
+        out.mkdir()
+        (out / "README.md").write_text("# Found\n")
+        return {"found": 1}
+
+    monkeypatch.setattr(hyper_study, "study_run", study)
+    options = ("--report", tmp_path / "a", "--seeds", 5, "--most", 2, "--minutes", 2, "--set", "task.eval_batch_size=3")
+    result = invoke("hyper", run, *options, "--recipe", "full", "--recipe", "free")
+    assert "# Found" in result.stdout
+    assert f"written: {tmp_path / 'a'}" in result.stdout
+    assert (asked["recipes"], asked["seeds"], asked["seconds"], asked["measuring"].most) == (
+        ["full", "free"],
+        5,
+        120,
+        2,
+    )
+    assert asked["changes"] == ["task.eval_batch_size=3"]
+    result = invoke("hyper", run, "--report", tmp_path / "b", "--json")
+    assert json.loads(result.stdout) == {"found": 1}
+    assert asked["recipes"] == ["full"]
 
 
 def test_a_solver_that_is_there_is_not_overwritten(run, run_main):

@@ -9,6 +9,7 @@ import pytest
 
 from equipoise.adjoints import ADJOINTS
 from equipoise.cli import output
+from equipoise.data.images import IMAGES
 from equipoise.models import MODELS
 from equipoise.plots import FIGURES
 from equipoise.solvers import SOLVERS
@@ -20,11 +21,14 @@ ROOT = Path(__file__).parents[2]
 
 def test_everything_that_can_be_named_is_listed():
     record = json.loads(invoke("list", "--json").stdout)
-    assert set(record) == {"models", "tasks", "solvers", "adjoints", "corpora", "recipes", "figures", "benchmarks"}
+    kinds = {"models", "tasks", "solvers", "adjoints", "corpora", "images", "recipes", "ablations"}
+    assert set(record) == kinds | {"figures", "benchmarks"}
     assert list(record["models"]) == sorted(MODELS)
     assert list(record["tasks"]) == sorted(TASKS)
     assert (list(record["solvers"]), list(record["adjoints"])) == (sorted(SOLVERS), sorted(ADJOINTS))
     assert {"embedded", "ptb"} <= set(record["corpora"])
+    assert list(record["images"]) == sorted(IMAGES)
+    assert {Path(path).name for path in record["ablations"]} >= {"digits.toml", "mdeq_tiny.toml"}
     assert set(record["figures"]) == set(FIGURES)
     assert all(text for described in record.values() for text in described.values())
 

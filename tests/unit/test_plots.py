@@ -33,7 +33,8 @@ from equipoise.train.tracking import MetricsWriter, read_metrics
 from tests.runs import text_recipe
 
 NAMES = ["convergence", "memory", "nfe", "residual", "steps", "time", "training"]
-OTHERS = ["benchmark", "iou", "masks", "pareto", "resolutions"]  # tested where what they show is made
+# Tested where what they show is made.
+OTHERS = ["ablation", "benchmark", "iou", "masks", "pareto", "predictions", "resolutions"]
 INSPECTION = {
     "convergence": {
         "picard": {"median": [1.0, 0.5, 0.25], "p95": [1.5, 0.8, 0.5]},

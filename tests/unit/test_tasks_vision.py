@@ -2,8 +2,6 @@
 
 import json
 import math
-import re
-from pathlib import Path
 
 import numpy
 import pytest
@@ -21,8 +19,7 @@ from equipoise.tasks.classification import ClassificationConfig
 from equipoise.tasks.segmentation import SegmentationConfig, hard_pixels
 from equipoise.train.config import ConfigError
 from equipoise.train.loop import evaluate, train
-from equipoise.train.recipe import Recipe
-from tests.runs import recipe
+from tests.runs import COPY, recipe
 
 SMALL = {"size": 8, "train_size": 24, "test_size": 10}
 _SOLVE = {
@@ -404,15 +401,21 @@ def segmented(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def copy_run_folder(tmp_path):
+    train(recipe(COPY, "train.steps=1"), tmp_path / "copy")
+    return tmp_path / "copy"
+
+
 def test_pictures_show_image_truth_and_prediction(segmented):
     pytest.importorskip("matplotlib")
     from equipoise.plots import open_runs
-    from equipoise.plots.masks import Pictures, write_pictures
+    from equipoise.plots.pictures import Pictures, write_pictures
 
     files = write_pictures(segmented, count=3)
     assert [path.name for path in files] == ["pictures.npz", "masks.png", "masks.svg", "masks.csv"]
     (run,) = open_runs([segmented])
-    found = Pictures.read(run)
+    found = Pictures.read(run, masks=True)
     data = recipe(SHAPES).make_task().images.splits["test"]
     assert found.numbers.tolist() == [0, 3, 6]
     chosen = torch.from_numpy(found.numbers)
@@ -448,15 +451,47 @@ def test_the_chart_of_classes_has_the_newest_test_scores_or_the_last_validation(
 def test_figures_of_masks_say_what_is_missing(tmp_path):
     pytest.importorskip("matplotlib")
     from equipoise.plots import LogError, make_chart
-    from equipoise.plots.masks import write_pictures
 
     train(recipe(DIGITS, "train.steps=1"), tmp_path / "digits")
     with pytest.raises(LogError, match=r"pictures\.npz is missing"):
         make_chart("masks", [tmp_path / "digits"])
     with pytest.raises(LogError, match="has no IoU"):
         make_chart("iou", [tmp_path / "digits"])
-    with pytest.raises(ValueError, match="has no masks"):
-        write_pictures(tmp_path / "digits")
+
+
+def test_pictures_of_classes_have_what_the_model_says(tmp_path):
+    pytest.importorskip("matplotlib")
+    from equipoise.plots import LogError, make_chart, open_runs
+    from equipoise.plots.pictures import Pictures, write_pictures
+    from equipoise.train.load import open_run
+
+    train(recipe(DIGITS, "train.steps=1"), tmp_path / "run")
+    opened = open_run(tmp_path / "run", "test")
+    files = write_pictures(tmp_path / "run", count=5, opened=opened)
+    assert [path.name for path in files] == ["pictures.npz", "predictions.png", "predictions.svg", "predictions.csv"]
+    found = Pictures.read(open_runs([tmp_path / "run"])[0], masks=False)
+    data = opened.task.images.splits["test"]
+    assert found.numbers.tolist() == [0, 2, 4, 6, 8]
+    assert found.truth.tolist() == data.targets[found.numbers].tolist()
+    images = torch.cat([part.to("cpu").images for part in opened.splits.held_out["test"]()])[found.numbers]
+    with torch.no_grad():
+        probability, named = opened.model(images).logits.softmax(1).max(1)
+    assert found.prediction.tolist() == named.tolist()
+    assert found.probability == pytest.approx(probability.numpy(), rel=1e-3)
+    rows = make_chart("predictions", [tmp_path / "run"]).rows
+    assert [row[2:5] for row in rows] == [
+        (int(n), str(t), str(p)) for n, t, p in zip(found.numbers, found.truth, found.prediction, strict=True)
+    ]
+    with pytest.raises(LogError, match="the figure 'predictions' shows them"):
+        make_chart("masks", [tmp_path / "run"])
+
+
+def test_pictures_are_of_images(copy_run_folder):
+    pytest.importorskip("matplotlib")
+    from equipoise.plots.pictures import write_pictures
+
+    with pytest.raises(ValueError, match="this run is of 'copy_memory'"):
+        write_pictures(copy_run_folder)
 
 
 def test_curves_of_resolutions_are_drawn_from_the_inspection(tmp_path):
@@ -472,37 +507,3 @@ def test_curves_of_resolutions_are_drawn_from_the_inspection(tmp_path):
         ("2: 8×2×2", 0, 1.0, 2.0),
     ]
     assert len(chart.render("png")) > 1000
-
-
-# What the documentation says
-
-
-ROOT = Path(__file__).parents[2]
-ABLATIONS = re.findall(
-    r"`(--set [^`]*)`", (ROOT / "docs" / "vision.md").read_text(encoding="utf-8").split("## Ablations")[1]
-)
-
-
-@pytest.mark.parametrize("line", ABLATIONS)
-def test_settings_of_ablations_build_a_model_and_its_plans(line):
-    overrides = [part.strip() for part in line.split("--set ")[1:]]
-    name = "shapes" if "options" in line else "cifar10_tiny_short"
-    given, plain = (Recipe.read(ROOT / "recipes" / f"{name}.toml", changes) for changes in (overrides, ()))
-    assert given.to_data() != plain.to_data()
-    sizes = []
-    for one in (given, plain):
-        settings = dict(one.model)
-        with torch.device("meta"):
-            model = create_model(settings.pop("name"), **settings)
-        sizes.append(sum(p.numel() for p in model.parameters()))
-        plan = one.schedule(model).at(one.train.steps).plan
-        assert plan.stop == one.stop
-    # Both sides of a comparison are of one size, but for a head or a stem.
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.03)
-    if "unroll" in line:
-        assert plan != given.schedule(model).at(0).plan
-        assert given.schedule(model).at(0).plan.stop.select == "last"
-
-
-def test_all_ablations_were_found():
-    assert len(ABLATIONS) == 12

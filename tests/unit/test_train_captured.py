@@ -4,6 +4,7 @@ Operations are noted when a step is recorded, which does not make it: all that i
 made is arbitrary until it is replayed. Reading a value on the host is an error.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -294,6 +295,15 @@ def test_from_the_stack_to_the_equilibrium(emulated, tmp_path):
 def test_from_the_solver_of_the_opening_to_that_of_the_plan(emulated, tmp_path):
     run = trained_the_same(copy_recipe("opening.steps=5", "opening.solver.name=broyden", "train.steps=10"), tmp_path)
     assert (run.captured.recorded, run.captured.replayed) == (2, 4)
+
+
+def test_steps_with_a_learned_solver_are_recorded_and_see_it_fitted_anew(emulated, tmp_path):
+    learned = {"start": 2, "first": 2, "every": 7, "refresh": 2, "solver": {"hidden": 4, "width": 4}}
+    given = recipe({**copy_recipe().to_data(), "alternate": {**learned, "fit": {"unroll": 3, "accept": 0.9}}})
+    given = dataclasses.replace(given, train=dataclasses.replace(given.train, steps=12))
+    run = trained_the_same(given, tmp_path, tolerance=1e-6)  # how long fits took differs
+    assert (run.captured.recorded, run.captured.replayed) == (1, 7)
+    assert not run.captured.fallbacks
 
 
 @pytest.mark.slow

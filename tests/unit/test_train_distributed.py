@@ -8,8 +8,10 @@ import sys
 import time
 
 import pytest
+import torch
 
 from equipoise.train.checkpoint import latest_checkpoint, load_checkpoint
+from equipoise.train.evaluate import evaluate_run
 from equipoise.train.loop import train
 from tests import workers
 from tests.processes import run_together, together
@@ -33,6 +35,25 @@ def cases(folder):
     }
 
 
+def images(*overrides):
+    """A run of a model with BatchNorm in stem and head."""
+    values = {
+        "task": {"name": "classification", "data": "digits", "batch_size": 6, "eval_batch_size": 4},
+        "model": {"name": "mdeq_digits", "channels": [8, 8], "head_channels": [2, 2], "final_channels": 8},
+        "stop": {"rtol": 0.0, "max_steps": 3},
+        "adjoint": {"name": "implicit", "stop": {"rtol": 0.0, "max_steps": 3}},
+        "train": {
+            "log_every": 1,
+            "evaluate_every": 4,
+            "save_every": 2,
+            "threads": 1,
+            "steps": 4,
+            "learning_rate": "constant",
+        },
+    }
+    return recipe(values, "task.options={size=8, train_size=24, test_size=10}", *overrides)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Runs of two processes under `two`, of one under `one`."""
@@ -44,6 +65,8 @@ def runs(tmp_path_factory):
     jobs += [(short.to_data(), str(root / "parts"), False), (long.to_data(), str(root / "parts"), True)]
     jobs += [(long.to_data(), str(root / "whole"), False), (short.to_data(), str(root / "narrowed"), False)]
     jobs += [(long.to_data(), str(root / "widened"), True)]
+    jobs += [(images().to_data(), str(root / "images"), False)]
+    jobs += [(images(*part).to_data(), str(root / "image parts"), not part) for part in (["train.steps=2"], [])]
     (root / "two").mkdir()
     run_together(workers.run_all, jobs)
     for name, values in given.items():
@@ -107,6 +130,33 @@ def test_a_run_goes_on_with_another_number_of_processes(runs, name):
     assert found["trainer"]["carry"]["rows"] == 4
     a, b = train_records(runs / "alone"), train_records(runs / name)
     assert b[4]["loss"] == pytest.approx(a[4]["loss"], rel=1e-5)
+
+
+def test_running_statistics_are_averaged(tmp_path):
+    """Those of BatchNorm, and nothing else that a model keeps."""
+    run_together(workers.average_statistics, str(tmp_path))
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    for rank, state in enumerate(found):
+        for place, name in enumerate(("0", "2")):
+            assert torch.equal(
+                state[f"{name}.running_mean"], torch.full_like(state[f"{name}.running_mean"], 10 * place + 1)
+            )
+            assert torch.equal(
+                state[f"{name}.running_var"], torch.full_like(state[f"{name}.running_var"], 10 * place + 1.5)
+            )
+        assert state["constant"] == rank
+
+
+def test_what_batch_norm_keeps_is_that_of_all_processes(runs):
+    """Each saw rows of its own: evaluated, saved and gone on from is the mean of both, bit for bit."""
+    whole, parts = saved(runs / "images"), saved(runs / "image parts")
+    assert same(parts["model"], whole["model"])
+    assert lines(runs / "image parts")[-1] == lines(runs / "images")[-1]
+    valid = lines(runs / "images")[-1]["valid"]
+    (again,) = evaluate_run(runs / "images", which="latest")
+    assert {key: again[key] for key in ("loss", "accuracy")} == pytest.approx(
+        {key: valid[key] for key in ("loss", "accuracy")}, rel=1e-5
+    )
 
 
 def test_a_signal_to_one_process_ends_all(tmp_path):

@@ -1,0 +1,130 @@
+"""The command `evaluate`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from equipoise.cli.options import AsJson, DataDir, RunFolder, Split, Which
+from equipoise.cli.output import plots_or_exit, show, table, warn
+
+IOU = "iou_"
+
+
+def evaluate(
+    run: RunFolder,
+    split: Split = "valid",
+    steps: Annotated[
+        list[int] | None, typer.Option("--steps", help="Step budget of the solver; repeat to compare budgets.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            help="Values of a setting to score at: stop.max_steps=1:20, 1:20:3 or 2,5,10; also solver.memory."
+        ),
+    ] = None,
+    solver: Annotated[
+        str | None,
+        typer.Option(
+            help="Solve by this one instead of the model's; hyper:PATH is a learned one. Several, with commas "
+            "between, with --pareto."
+        ),
+    ] = None,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Metric and time per batch of several solvers: RUN/pareto.json.")
+    ] = False,
+    pictures: Annotated[
+        int | None,
+        typer.Option(min=1, help="Also draw so many images with what the model says of them, into RUN/figures."),
+    ] = None,
+    which: Which = "best",
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Change the task, e.g. --set task.eval_batch_size=1.")
+    ] = None,
+    data_dir: DataDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score a trained model on held-out data.
+
+    The results are also written to RUN/eval/. Each has the metrics, the residuals and evaluations of f they were
+    obtained with, and seconds. A metric that changes with the step budget, or was obtained at a large residual, is not
+    that of an equilibrium: a warning says so.
+    """
+    if pareto:
+        from equipoise.train.pareto import pareto_run
+
+        names = (solver or f"anderson,hyper:{run}").split(",")
+        measured = pareto_run(run, names, steps or range(1, 13), split=split, data_dir=data_dir, which=which)
+        show(measured, True) if as_json else _show_pareto(measured)
+        return
+    if pictures:
+        plots_or_exit()  # before the work, not after it
+        from equipoise.plots.pictures import write_pictures
+    from equipoise.train.evaluate import Sweep, score_run, write_scores
+    from equipoise.train.load import open_run
+
+    points = None if sweep is None else Sweep.parse(sweep)
+    given: dict[str, Any] = {"which": which, "changes": changes or ()}
+    opened = open_run(run, split, data_dir, **given) if pictures else None
+    drawn = [str(file) for file in write_pictures(run, count=pictures, split=split, opened=opened)] if pictures else []
+    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, opened=opened, **given)
+    path = None
+    try:
+        path = write_scores(run, record)
+    except OSError as error:  # the numbers are there, whatever becomes of the file
+        warn(f"the results were not written to {run / 'eval'}: {error.strerror or error}.")
+    if as_json:
+        show({**record, "file": str(path) if path else None, **({"pictures": drawn} if pictures else {})}, True)
+    else:
+        _show_scores(record)
+        print(f"written: {path}" if path else "not written")
+        for file in drawn:
+            print(f"written: {file}")
+    for text in record["warnings"]:
+        warn(text)
+
+
+def _show_scores(record: dict[str, Any]) -> None:
+    """A line on what was scored, and a row per result."""
+    results, sweep = record["results"], record["sweep"]
+    solver = f", solver {record['solver']}" if record["solver"] else ""
+    key = "steps" if sweep in (None, "stop.max_steps") else sweep
+    left_out = {"steps", "solve", "seconds", key}
+    metrics = [name for name in results[0] if name not in left_out and not name.startswith(IOU)]
+    solved = {"residual_p50": "residual", "residual_p95": "residual p95", "nfe": "nfe", "failures": "failures"}
+    solved = solved if results[0]["solve"] else {}
+    columns = [*([key] if sweep else []), *metrics, *solved.values(), "seconds"]
+    rows = [
+        [
+            *([result[key]] if sweep else []),
+            *(result[name] for name in metrics),
+            *(_short(result["solve"].get(name)) for name in solved),
+            f"{result['seconds']:.2f}",
+        ]
+        for result in results
+    ]
+    table(columns, rows, f"{record['checkpoint']}, {record['split']}{solver}")
+    classes = list(dict.fromkeys(name for result in results for name in result if name.startswith(IOU)))
+    if classes:
+        heads = [f"{key} {result[key]}" if sweep else "IoU" for result in results]
+        rows = [
+            [name.removeprefix(IOU), *(f"{result.get(name, float('nan')):.4f}" for result in results)]
+            for name in classes
+        ]
+        table(("class", *heads), rows, "intersection over union by class")
+
+
+def _show_pareto(record: dict[str, Any]) -> None:
+    """A row per point, and the speed-ups."""
+    columns = ("solver", "seed", "steps", "metric", "ms", "residual")
+    rows = [[_short(point[column]) for column in columns] for point in record["points"]]
+    table(columns, rows, f"{record['checkpoint']}, {record['split']}, {record['metric']}")
+    for name, found in record["speedup"].items():
+        if found["mean"] is not None and name != record["reference"]:
+            print(f"{name}: {found['mean']:.2f} times as fast as {record['reference']} at {found['target']:.6g}")
+    print(f"written: {Path(record['run']) / 'pareto.json'}")
+
+
+def _short(value: Any) -> Any:
+    """Residuals and counts need no six digits."""
+    return f"{value:.3g}" if isinstance(value, float) else value

@@ -1,0 +1,106 @@
+"""A run on one page: what was trained, its scores, and every figure there are logs for."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from equipoise.plots.iou import PREFIX
+from equipoise.plots.logs import LogError, Run, open_runs
+from equipoise.plots.registry import FIGURES, Chart
+from equipoise.plots.report import Page
+
+REPORT = "report.html"
+_SCORES = 6  # files of scores that are shown, the newest first
+
+
+def write_report(run: str | Path, out: str | Path | None = None) -> Path:
+    """Write the page of a run, from its logs alone.
+
+    Args:
+        run: Folder of the run.
+        out: The file; by default RUN/report.html.
+    """
+    (opened,) = open_runs([run])
+    page = Page(f"Run {opened.label}")
+    _facts(page, opened)
+    scored = sorted((opened.folder / "eval").glob("*.json"), key=lambda path: path.stem.partition("-")[2], reverse=True)
+    for path in scored[:_SCORES]:
+        _scores(page, opened, path)
+    _figures(page, opened)
+    return page.write(opened.folder / REPORT if out is None else out)
+
+
+def _facts(page: Page, run: Run) -> None:
+    """What was trained on what, and how far."""
+    config, environment = (_read(run, name) for name in ("config.json", "env.json"))
+    first, last = run.records[0], run.records[-1]
+    facts = {
+        "task": config.get("task", {}).get("name"),
+        "model": config.get("model", {}).get("name"),
+        "parameters": f"{first['parameters']:,}" if "parameters" in first else None,
+        **{f"data: {key}": value for key, value in first.get("data", {}).items() if not isinstance(value, dict)},
+        "steps": f"{last['step']:,} of {config.get('train', {}).get('steps', last['step']):,}",
+        "minutes": f"{last.get('seconds', 0.0) / 60:.1f}",
+        "device": ", ".join(environment.get("devices", [])),
+        "commit": environment.get("commit"),
+    }
+    page.table(("what", ""), [[key, _cell(value)] for key, value in facts.items() if value is not None])
+    valid: dict[str, Any] = next((record["valid"] for record in reversed(run.records) if "valid" in record), {})
+    if valid:
+        page.heading("Last validation")
+        shown = {key: value for key, value in valid.items() if not key.startswith(PREFIX)}
+        page.table(("metric", ""), [[key, _cell(value)] for key, value in shown.items()])
+
+
+def _scores(page: Page, run: Run, path: Path) -> None:
+    """A file of `equipoise evaluate`: a column for each result."""
+    record = _read(run, f"eval/{path.name}")
+    results = record.get("results") or []
+    if not results:
+        return
+    key = "steps" if record.get("sweep") in (None, "stop.max_steps") else record["sweep"]
+    page.heading(f"Scores: {record['split']}, {path.stem.partition('-')[2]}")
+    columns = ["", *(f"{key} {result[key]}" if result.get(key) is not None else "own stop rule" for result in results)]
+    solves = {f"solve: {name}": name for name in ("residual_p50", "residual_p95", "nfe", "failures")}
+    names = [name for name in results[0] if name not in ("steps", "solve", "seconds", key)]
+    ordered = sorted(names, key=lambda name: name.startswith(PREFIX))  # classes last
+    rows = [[name.replace(PREFIX, "IoU: "), *(_cell(result.get(name)) for result in results)] for name in ordered]
+    rows += [
+        [said, *(_cell(result["solve"].get(name)) for result in results)]
+        for said, name in solves.items()
+        if results[0].get("solve")
+    ]
+    page.table(columns, rows)
+    for text in record.get("warnings", []):
+        page.note(f"Warning: {text}")
+
+
+def _figures(page: Page, run: Run) -> None:
+    charts: dict[str, Chart] = {}
+    missing: dict[str, list[str]] = {}
+    for name, function in FIGURES.items():
+        try:
+            charts[name] = function([run])
+        except LogError as error:
+            missing.setdefault(str(error), []).append(name)
+    if charts:
+        page.heading("Figures")
+        page.charts(*charts.values())
+    for why, names in missing.items():
+        page.note(f"Not shown: {', '.join(names)}. {why}")
+
+
+def _read(run: Run, name: str) -> dict[str, Any]:
+    """A JSON file of the run; empty if it is not there."""
+    path = run.folder / name
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LogError(run, f"{path} is not JSON ({error}); remove it, or write it anew.") from error
+    return values if isinstance(values, dict) else {}
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else "" if value is None else str(value)

@@ -1,0 +1,90 @@
+"""Equilibria that are found once and learned from again and again."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from equipoise._scope import SolveScope
+from equipoise._tree import tree_map
+from equipoise.tasks._hyper_losses import FitSettings, Forward, Target, find_targets
+
+
+class Pool:
+    """The equilibria of some batches, kept where the model is; any number of fits of that model may share them.
+
+    Args:
+        model: A DEQ, or a module that contains some.
+        batches: Inputs, as many batches as are to be kept.
+        settings: How equilibria are found, and which are good enough.
+        forward: How to run the model on a batch; by default it is called with it.
+
+    Attributes:
+        seconds: Time that finding them took.
+        accepted: Share of the systems whose equilibrium was found.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Iterable[Any], settings: FitSettings, forward: Forward | None = None
+    ) -> None:
+        self.found_by = _found_by(settings)
+        started, carry, shares = time.perf_counter(), None, []
+        scope = constant_scope()
+        self._batches: list[list[Target]] = []
+        for batch in batches:
+            targets, carry = find_targets(model, batch, settings, forward, carry)
+            usable = [target.usable(settings.accept) for target in targets]
+            shares += [0.0 if target is None else target.accepted for target in usable]
+            if any(usable):
+                self._batches.append([rebuilt(target, scope) for target in usable if target is not None])
+        if not self._batches:
+            raise ValueError(
+                f"{type(model).__name__} has no equilibrium on these batches that {settings.solver!r} finds to a "
+                f"residual of {settings.accept:g} in {settings.stop.max_steps} steps: allow more (fit.stop.max_steps), "
+                "or accept worse ones (fit.accept)."
+                if shares
+                else f"{type(model).__name__} solved for no equilibrium: is it a DEQ?"
+            )
+        self.seconds, self.accepted = time.perf_counter() - started, sum(shares) / len(shares)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def at(self, step: int) -> list[Target]:
+        """What is learned from at a step."""
+        return self._batches[step % len(self._batches)]
+
+    def serves(self, settings: FitSettings) -> bool:
+        """Whether a fit with these settings would look for the same equilibria."""
+        return self.found_by == _found_by(settings)
+
+
+def _found_by(settings: FitSettings) -> tuple[Any, ...]:
+    return settings.solver, settings.stop, settings.accept, settings.pool
+
+
+def constant_scope() -> SolveScope:
+    """A scope for solves between which no weight changes: what is computed from weights is computed once."""
+    with torch.no_grad():
+        return SolveScope()
+
+
+def rebuilt(target: Target, scope: SolveScope, own: Callable[[Any], Any] = lambda leaf: leaf) -> Target:
+    """The same target, its problem holding only what f needs.
+
+    Args:
+        target: To be built again.
+        scope: Has the constants of its solves.
+        own: Maps the leaves of inputs and context to those it is to have.
+    """
+    problem = target.problem
+    if problem.num_systems != problem.spec.num_systems:  # some systems of a whole that cannot be taken apart
+        return target
+    inputs, context = tree_map(own, (problem.inputs, problem.context))
+    with scope, torch.no_grad():
+        made = target.deq.problem(*inputs, z0=problem.spec.unflatten(target.start), context=context)
+    made.autocast = problem.autocast
+    return dataclasses.replace(target, problem=made)

@@ -1,0 +1,377 @@
+"""Several learned solvers for one run: fitted, measured beside classic ones, and put into one folder.
+
+What takes long is kept in the run, RUN/hyper/NAME/seed-K, so that the same command goes on where it was ended.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equipoise._errors import require_count
+from equipoise._fixed_point import solve
+from equipoise._module import DEQ, override
+from equipoise._stop import Stop
+from equipoise.adjoints import Implicit
+from equipoise.solvers import Solver, as_solver
+from equipoise.solvers._hyper_file import FILE as SOLVER
+from equipoise.solvers._hyper_file import WrongModelError, load_solver
+from equipoise.solvers.hyper_anderson import HyperAnderson
+from equipoise.tasks.hyper import LOG, FitSettings, HyperRecipe, Pool, fit_opened, forward_of, pool_of
+from equipoise.train.checkpoint import check_writable
+from equipoise.train.config import to_data
+from equipoise.train.hyper_summary import concluded, markdown
+from equipoise.train.load import TrainedRun, load, open_run
+from equipoise.train.loop import LOG as METRICS
+from equipoise.train.loop import evaluate
+from equipoise.train.pareto import FILE as PARETO
+from equipoise.train.pareto import LEARNED, pareto_opened
+from equipoise.train.tracking import environment, plain, read_metrics, write_json
+
+CLASSIC = ("anderson", "broyden")
+FITTED, MEASURED, REPORT = "fit.json", "measured.json", "report.json"
+POOL = 128  # batches whose equilibria all fits share
+FAR = 3  # times the unrolled steps, to which residuals are followed
+FEW_SYSTEMS = 128  # whose residuals are followed for a variant
+MANY_SYSTEMS = 1000  # likewise for the solver that is reported
+LEAST_SECONDS = 1.0  # that a fit gets, however little time is left
+ANY = 1e30  # residual up to which held-out systems count: none is left out
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """What is measured.
+
+    Attributes:
+        split: Held-out data.
+        budgets: Numbers of steps at which metrics are taken.
+        at: The number of steps of Anderson whose metric is to be reached.
+        most: Batches to score on; None for all.
+        rounds: Timed calls of each candidate.
+        warmup: Calls before those.
+    """
+
+    split: str = "valid"
+    budgets: tuple[int, ...] = tuple(range(1, 13))
+    at: int = 12
+    most: int | None = None
+    rounds: int = 30
+    warmup: int = 20
+
+    def __post_init__(self) -> None:
+        for steps in self.budgets:
+            require_count("hyper", "budgets", steps)
+        if self.at not in self.budgets:
+            raise ValueError(f"hyper: at={self.at} is not among the budgets {', '.join(map(str, self.budgets))}.")
+
+
+def study_run(
+    run: str | Path,
+    recipes: Mapping[str, HyperRecipe],
+    out: str | Path,
+    *,
+    seeds: int = 3,
+    seconds: float | None = None,
+    measuring: Measuring = Measuring(),
+    beside: Sequence[str | Path] = (),
+    data_dir: str | None = None,
+    which: str = "best",
+    changes: Sequence[str] = (),
+    command: str = "",
+    say: Say = lambda text: None,
+) -> dict[str, Any]:
+    """Fit solvers by recipes, several seeds each, measure them, and write a folder of small files.
+
+    The first recipe is the one that is timed, and followed beyond its unrolled steps. The folder gets report.json,
+    pareto.json, README.md, the logs of the fits, and figures where matplotlib is installed.
+
+    Args:
+        run: Folder of a run or of a checkpoint.
+        recipes: By name.
+        out: The folder.
+        seeds: Solvers fitted by each recipe.
+        seconds: For all fits together; those that are there already take none.
+        measuring: What is measured.
+        beside: Runs on the same data, e.g. of an explicit network, to be single points beside the curves.
+        data_dir: Where data files are.
+        which: Of a run: "best" or "latest" checkpoint.
+        changes: Of the task's settings, e.g. `task.eval_batch_size=12`.
+        command: What was typed, for the README.
+        say: Told what is being done.
+    """
+    require_count("hyper", "seeds", seeds)
+    opened = open_run(run, measuring.split, data_dir, which=which, changes=changes)
+    check_writable(out)
+    if opened.device.type != "cuda":
+        say("there is no GPU: times per batch will be those of this processor")
+    far = FAR * next(iter(recipes.values())).fit.unroll
+    study = _Study(opened, Path(run) / "hyper", measuring, far, say)
+    fits = study.fits(recipes, seeds, seconds)
+    if not fits:
+        raise ValueError(f"none of the recipes suits this model: {'; '.join(study.skipped.values())}")
+    classic = {name: study.curve(as_solver(name), MANY_SYSTEMS) for name in CLASSIC}
+    first = next(iter(fits))
+    curves = {
+        name: [study.kept_curve(fit, MANY_SYSTEMS if name == first else FEW_SYSTEMS) for fit in seeds]
+        for name, seeds in fits.items()
+    }
+    say("metric against time")
+    timed = study.pareto([fit.solver for fit in fits[first]], beside)
+    record = {
+        "run": str(run),
+        "command": command,
+        "checkpoint": str(opened.folder),
+        "model": opened.config["model"]["name"],
+        "split": measuring.split,
+        "metric": opened.task.score,
+        "reported": first,
+        "unroll": recipes[first].fit.unroll,
+        "at": measuring.at,
+        "equilibrium": study.equilibrium(recipes[first].fit),
+        "classic": classic,
+        "variants": {
+            name: {"published": recipes[name].published, "fits": [fit.record for fit in fits[name]], "curves": found}
+            for name, found in curves.items()
+        },
+        "skipped": study.skipped,
+        "environment": environment(),
+    }
+    return _write(
+        Path(out), plain(concluded(record, timed, _training_seconds(opened), recipes)), plain(timed), fits, say
+    )
+
+
+def _training_seconds(opened: TrainedRun) -> float | None:
+    """What training took, by the run's log; None if there is none."""
+    log = opened.folder.parent.parent / METRICS
+    records = read_metrics(log) if log.is_file() else []
+    return float(records[-1]["seconds"]) if records and "seconds" in records[-1] else None
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    solver: HyperAnderson
+    record: dict[str, Any]
+    folder: Path
+
+
+class _Study:
+    """Fits and measurements of one run."""
+
+    def __init__(self, opened: TrainedRun, folder: Path, measuring: Measuring, far: int, say: Say) -> None:
+        self.opened, self.folder, self.measuring, self.far, self.say = opened, folder, measuring, far, say
+        self.skipped: dict[str, str] = {}
+        self._pools: list[Pool] = []
+        self._held: Pool | None = None
+
+    # Fits
+
+    def fits(self, recipes: Mapping[str, HyperRecipe], seeds: int, seconds: float | None) -> dict[str, list[_Fitted]]:
+        """All solvers; those that the run has are loaded."""
+        wanted = [(name, seed) for name in recipes for seed in range(seeds)]
+        kept = {(name, seed): self._kept(name, recipes[name], seed) for name, seed in wanted}
+        started, new = time.perf_counter(), [key for key, fitted in kept.items() if fitted is None]
+        for done, (name, seed) in enumerate(new):
+            share = None if seconds is None else (started + seconds - time.perf_counter()) / (len(new) - done)
+            if name not in self.skipped:
+                kept[name, seed] = self._fit(name, recipes[name], seed, share and max(share, LEAST_SECONDS))
+        found: dict[str, list[_Fitted]] = {}
+        for (name, _), fitted in kept.items():
+            if fitted is not None:
+                found.setdefault(name, []).append(fitted)
+        return found
+
+    def _recipe(self, recipe: HyperRecipe, seed: int) -> HyperRecipe:
+        fit = dataclasses.replace(recipe.fit, seed=seed, pool=recipe.fit.pool or POOL)
+        return dataclasses.replace(recipe, fit=fit)
+
+    def _place(self, name: str, seed: int) -> Path:
+        return self.folder / name / f"seed-{seed}"
+
+    def _kept(self, name: str, recipe: HyperRecipe, seed: int) -> _Fitted | None:
+        """A solver that was fitted before, by the same recipe to the same weights."""
+        folder = self._place(name, seed)
+        record = _read(folder / FITTED)
+        if record is None or record.get("recipe") != plain(to_data(self._recipe(recipe, seed))):
+            return None
+        try:
+            return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
+        except (WrongModelError, FileNotFoundError):
+            return None
+
+    def _fit(self, name: str, recipe: HyperRecipe, seed: int, seconds: float | None) -> _Fitted | None:
+        folder, recipe = self._place(name, seed), self._recipe(recipe, seed)
+        (folder / FITTED).unlink(missing_ok=True)
+        (folder / MEASURED).unlink(missing_ok=True)
+        pool = self._pool(recipe.fit)
+        try:
+            record = fit_opened(self.opened, recipe, folder, pool=pool, seconds=seconds, progress=True)
+        except ValueError as error:  # e.g. a mean over positions for a state that has none
+            self.skipped[name] = str(error)
+            self.say(f"{name}: left out, {error}")
+            return None
+        record["finding_seconds"] = pool.seconds
+        write_json(folder / FITTED, record)
+        start, end = (record[key].get("end_residual", math.nan) for key in ("first", "last"))
+        self.say(f"{name}, seed {seed}: {record['seconds']:.1f} s, residual {start:.1e} to {end:.1e}")
+        return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
+
+    def _pool(self, settings: FitSettings) -> Pool:
+        for pool in self._pools:
+            if pool.serves(settings):
+                return pool
+        count = min(settings.pool or POOL, settings.steps)
+        self.say(f"equilibria of {count} batches by {type(settings.solver).__name__}")
+        pool = pool_of(self.opened, settings, count)
+        self._pools.append(pool)
+        return pool
+
+    # Measurements
+
+    def kept_curve(self, fit: _Fitted, systems: int) -> dict[str, Any]:
+        """The curve of a fitted solver, measured before or now."""
+        settings = plain({**to_data(self.measuring), "systems": systems, "steps": self.far})
+        kept = _read(fit.folder / MEASURED)
+        if kept is not None and kept["settings"] == settings:
+            return dict(kept["curve"])
+        self.say(f"measuring {fit.folder.parent.name}, {fit.folder.name}")
+        curve = self.curve(fit.solver, systems)
+        write_json(fit.folder / MEASURED, {"settings": settings, "curve": curve})
+        return curve
+
+    def curve(self, solver: Solver, systems: int) -> dict[str, Any]:
+        """Metrics after each number of steps, from none on, and relative residuals step by step."""
+        points = []
+        with _eager(self.opened.model), torch.no_grad(), self.opened.autocast():
+            for steps in (0, *self.measuring.budgets):
+                # One step of which the measured iterate is returned is the start itself.
+                select = "last" if steps else "best"
+                stop = Stop(rtol=0.0, atol=0.0, max_steps=max(1, steps), select=select)
+                with override(self.opened.model, solver=solver, stop=stop):
+                    points.append({"steps": steps, **self._metrics()})
+            residuals = self._residuals(solver, systems)
+        return {"points": points, "residual": residuals}
+
+    def equilibrium(self, settings: FitSettings) -> dict[str, float]:
+        """Metrics where the classic solver of the fits ends."""
+        model = self.opened.model
+        with torch.no_grad(), self.opened.autocast(), override(model, solver=settings.solver, stop=settings.stop):
+            return self._metrics()
+
+    def _metrics(self) -> dict[str, float]:
+        opened, m = self.opened, self.measuring
+        found = evaluate(opened.task, opened.model, opened.splits, m.split, opened.device, most=m.most)
+        return {"metric": found[opened.task.score], "loss": found.get("loss", math.nan)}
+
+    def _residuals(self, solver: Solver, systems: int) -> dict[str, Any]:
+        """Mean, spread and median over systems of the residual at the start and after each step."""
+        traces: list[Tensor] = []
+        held, steps = self._held_out(), self.far + 1
+        stop = Stop(rtol=0.0, max_steps=steps)
+        for place in range(len(held)):
+            for target in held.at(place):
+                start = target.problem.spec.unflatten(target.start)
+                found = solve(target.problem, start, solver, Implicit(), stop, trace=True)
+                assert found.stats.trace is not None
+                traces.append(found.stats.trace[:, :steps].double().cpu())
+            if sum(map(len, traces)) >= systems:
+                break
+        table = torch.cat(traces)  # (systems, steps)
+        spread = table.std(0) if len(table) > 1 else torch.zeros_like(table[0])
+        lines = {"mean": table.mean(0), "std": spread, "median": table.median(0).values}
+        return {"systems": len(table), **{name: line.tolist() for name, line in lines.items()}}
+
+    def _held_out(self) -> Pool:
+        if self._held is None:
+            opened, settings = self.opened, FitSettings(accept=ANY)
+            batches = opened.splits.held_out[self.measuring.split]()
+            with opened.autocast():
+                self._held = Pool(opened.model, _until(batches, MANY_SYSTEMS), settings, forward_of(opened))
+        return self._held
+
+    def pareto(self, solvers: list[HyperAnderson], beside: Sequence[str | Path]) -> dict[str, Any]:
+        """Metric and time of each solver after each number of steps, and of other models."""
+        others = {Path(other).name: load(other, self.opened.device) for other in beside}
+        m = self.measuring
+        chosen: dict[str, Any] = {"anderson": "anderson", LEARNED: solvers}
+        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others}
+        return pareto_opened(self.opened, chosen, m.budgets, split=m.split, most=m.most, **options)
+
+
+def _until(batches: Any, systems: int) -> Iterator[Any]:
+    """Batches until there are so many rows."""
+    count = 0
+    for batch in batches:
+        if count >= systems:
+            return
+        count += batch.rows.count
+        yield batch
+
+
+@contextlib.contextmanager
+def _eager(model: nn.Module) -> Iterator[None]:
+    """Solves by the eager engine: recording each solver for each number of steps takes longer than solving once."""
+    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
+    before = [deq.engine for deq in deqs]
+    try:
+        for deq in deqs:
+            deq.engine = "eager"
+        yield
+    finally:
+        for deq, engine in zip(deqs, before, strict=True):
+            deq.engine = engine
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON file that was written before; None if it is not there, or is no JSON."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+# Files
+
+
+def _write(
+    out: Path, record: dict[str, Any], timed: dict[str, Any], fits: Mapping[str, Sequence[_Fitted]], say: Say
+) -> dict[str, Any]:
+    (out / "fits").mkdir(parents=True, exist_ok=True)
+    for name, seeds in fits.items():
+        for seed, fit in enumerate(seeds):
+            (out / "fits" / f"{name}-{seed}.jsonl").write_bytes((fit.folder / LOG).read_bytes())
+    write_json(out / PARETO, timed)
+    write_json(out / REPORT, record)
+    figures = _draw(out, record, say)
+    (out / "README.md").write_text(markdown(record, figures), encoding="utf-8")
+    files = [path for path in sorted(out.rglob("*")) if path.is_file()]
+    return {**record, "files": [str(path) for path in files]}
+
+
+def _draw(out: Path, record: dict[str, Any], say: Say) -> list[str]:
+    """Names of the figures; none where matplotlib is missing."""
+    try:
+        from equipoise.plots import make_chart, save
+        from equipoise.plots.hyper import ablation_chart, beyond_chart
+    except ImportError as error:
+        if "equipoise[plots]" not in str(error):
+            raise
+        say(str(error))
+        return []
+    charts = {"pareto": make_chart("pareto", [out]), "beyond": beyond_chart(record)}
+    if len(record["variants"]) > 1:
+        charts["ablations"] = ablation_chart(record)
+    for name, chart in charts.items():
+        save(chart, name, out)
+    return list(charts)

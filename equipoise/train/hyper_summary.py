@@ -1,0 +1,313 @@
+"""What the measurements of learned solvers amount to: overhead, orderings, tables."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from equipoise.tasks.hyper import HyperRecipe
+from equipoise.train.pareto import LEARNED, curves
+
+# Of the base model: parameters, and time of fitting; WikiText-103, ImageNet, Cityscapes.
+PUBLISHED_SIZES = "0.63, 3.87, 2.68 %"
+PUBLISHED_TIMES = "0.91, 0.76, 1.18 %"
+SHOWN = (1, 2, 4, 6, 8, 10, 12)  # numbers of steps in tables
+
+
+# Numbers
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the line through points (x, y) by least squares; NaN for fewer than two."""
+    if len(points) < 2:
+        return math.nan
+    mid_x, mid_y = (statistics.fmean(values) for values in zip(*points, strict=True))
+    return sum((x - mid_x) * (y - mid_y) for x, y in points) / sum((x - mid_x) ** 2 for x, _ in points)
+
+
+def concluded(
+    record: Mapping[str, Any], timed: Mapping[str, Any], training: float | None, recipes: Mapping[str, HyperRecipe]
+) -> dict[str, Any]:
+    """The record of a study with all that follows from it.
+
+    Args:
+        record: Fits and curves.
+        timed: Record of the timing.
+        training: Seconds of training the model; None if unknown.
+        recipes: Of the variants, which say what was published.
+    """
+    return {
+        **record,
+        "speedup": timed["speedup"],
+        "ahead": timed["ahead"],
+        "overhead": overhead(record["variants"][record["reported"]]["fits"], timed, training),
+        "initialiser": initialiser_alone(record),
+        "table": variants(record),
+        "orderings": orderings(record, recipes),
+    }
+
+
+def overhead(fits: Sequence[Mapping[str, Any]], timed: Mapping[str, Any], training: float | None) -> dict[str, Any]:
+    """What a learned solver costs: parameters, time of fitting, time of a step.
+
+    Args:
+        fits: Records of the fits.
+        timed: Record of the timing.
+        training: Seconds of training the model; None if unknown.
+    """
+    # Equilibria are found once for all fits; one fit would need them all the same.
+    seconds, finding = (statistics.fmean(fit[name] for fit in fits) for name in ("seconds", "finding_seconds"))
+    found = {
+        name: statistics.fmean(slope([(point["steps"], point["ms"]) for point in seed]) for seed in seeds)
+        for name, seeds in curves(timed).items()
+    }
+    return {
+        "parameters": fits[0]["parameters"],
+        "model_parameters": fits[0]["model_parameters"],
+        "share": fits[0]["share"],
+        "fit_seconds": seconds,
+        "finding_seconds": finding,
+        "training_seconds": training,
+        "time_share": None if not training else (seconds + finding) / training,
+        "ms_per_step": found,
+        "step_ratio": found[LEARNED] / found["anderson"],
+    }
+
+
+def initialiser_alone(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The learned start as a model: the metric without a step, and after one, beside that of the equilibrium."""
+    own = record["variants"][record["reported"]]["curves"]
+    at = {steps: _over([_metric(curve, steps) for curve in own]) for steps in (0, 1)}
+    return {
+        "none": at[0],
+        "one": at[1],
+        "zeros": _metric(record["classic"]["anderson"], 0),
+        "equilibrium": record["equilibrium"]["metric"],
+    }
+
+
+def _metric(curve: Mapping[str, Any], steps: int, name: str = "metric") -> float:
+    return next((float(point[name]) for point in curve["points"] if point["steps"] == steps), math.nan)
+
+
+def area(curve: Mapping[str, Any], equilibrium: float, unroll: int) -> float:
+    """Mean excess of the loss over that of the equilibrium after 1 to `unroll` steps; infinite if one is not finite."""
+    losses = [float(point["loss"]) - equilibrium for point in curve["points"] if 1 <= point["steps"] <= unroll]
+    return statistics.fmean(losses) if all(map(math.isfinite, losses)) else math.inf
+
+
+def residual_area(curve: Mapping[str, Any], unroll: int) -> float:
+    """Mean decimal logarithm of the median residual after 1 to `unroll` steps."""
+    medians = [float(value) for value in curve["residual"]["median"][1 : unroll + 1]]
+    usable = all(math.isfinite(value) for value in medians)
+    return statistics.fmean(math.log10(max(value, 1e-30)) for value in medians) if usable else math.inf
+
+
+def _areas(record: Mapping[str, Any]) -> dict[str, list[float]]:
+    found = {name: [curve] for name, curve in record["classic"].items()}
+    found |= {name: variant["curves"] for name, variant in record["variants"].items()}
+    loss = float(record["equilibrium"]["loss"])
+    return {name: [area(curve, loss, record["unroll"]) for curve in own] for name, own in found.items()}
+
+
+def variants(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A row for each solver, the best first: areas, and metric and residual after some numbers of steps."""
+    rows = []
+    for name, areas in _areas(record).items():
+        learned = record["variants"].get(name)
+        own = [record["classic"][name]] if learned is None else learned["curves"]
+        shown = [steps for steps in SHOWN if not math.isnan(_metric(own[0], steps))]
+        row = {"name": name, "published": "" if learned is None else learned["published"], "area": _over(areas)}
+        row["residual_area"] = _over([residual_area(curve, record["unroll"]) for curve in own])
+        row["metric"] = {steps: _over([_metric(curve, steps) for curve in own]) for steps in shown}
+        row["residual"] = {
+            steps: _over([float(curve["residual"]["median"][steps]) for curve in own])
+            for steps in shown
+            if steps < len(own[0]["residual"]["median"])
+        }
+        rows.append(row)
+    return sorted(rows, key=lambda row: row["area"]["mean"])
+
+
+def _over(seeds: Sequence[float]) -> dict[str, float]:
+    """Mean and standard deviation over seeds."""
+    finite = all(map(math.isfinite, seeds))
+    spread = statistics.stdev(seeds) if finite and len(seeds) > 1 else 0.0 if finite else math.nan
+    return {"mean": statistics.fmean(seeds), "std": spread}
+
+
+def orderings(record: Mapping[str, Any], recipes: Mapping[str, HyperRecipe]) -> list[dict[str, Any]]:
+    """What was published on which of two is better, and whether our areas say so."""
+    areas = _areas(record)
+    pairs = [(other, name) for name, recipe in recipes.items() for other in recipe.worse_than]
+    pairs += [(name, other) for name, recipe in recipes.items() for other in recipe.better_than]
+    found = []
+    for better, worse in pairs:
+        if better in areas and worse in areas:
+            verdict, gap, error = _compared(areas[better], areas[worse])
+            found.append({"better": better, "worse": worse, "gap": gap, "error": error, "ours": verdict})
+    return found
+
+
+def _compared(better: Sequence[float], worse: Sequence[float]) -> tuple[str, float, float]:
+    """Whether the first are smaller, by how much, and the standard error of that."""
+    gap = statistics.fmean(worse) - statistics.fmean(better)
+    if not math.isfinite(gap):
+        return ("holds" if gap > 0 else "contradicted" if gap < 0 else "unknown"), gap, math.nan
+    error = math.sqrt(sum(statistics.variance(part) / len(part) for part in (better, worse) if len(part) > 1))
+    if abs(gap) <= error:
+        return "within the spread", gap, error
+    return ("holds" if gap > 0 else "contradicted"), gap, error
+
+
+# Words
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _number(value: Any, digits: int = 4) -> str:
+    return "–" if value is None else f"{float(value):.{digits}g}"
+
+
+def _spread(value: Mapping[str, Any], digits: int = 4) -> str:
+    mean, spread = float(value["mean"]), float(value["std"])
+    return _number(mean, digits) + (f" ± {spread:.1g}" if math.isfinite(spread) and spread > 0 else "")
+
+
+def markdown(record: Mapping[str, Any], figures: Sequence[str]) -> str:
+    """The README of a folder of results."""
+    device = ", ".join(record["environment"]["devices"])
+    parts = [
+        f"# Learned solvers for {record['model']}",
+        f"`{record['command']}`" if record["command"] else "",
+        f"Checkpoint `{record['checkpoint']}`, {record['split']} split, {device}, "
+        f"torch {record['environment']['packages'].get('torch', '')}; "
+        f"{len(record['variants'][record['reported']]['curves'])} seeds of each solver, fitted with "
+        f"{record['unroll']} unrolled steps. ± is the standard deviation over seeds.",
+        *(f"![{name}]({name}.png)" for name in figures if name == "pareto"),
+        "## Faster at an equal metric",
+        _speed(record),
+        "## Overhead",
+        _overhead(record["overhead"]),
+        "## Beyond the unrolled steps",
+        *(f"![{name}]({name}.png)" for name in figures if name == "beyond"),
+        _beyond(record),
+        "## The initialiser alone as a model",
+        _alone(record),
+        *(_ablations(record, figures) if len(record["variants"]) > 1 else ()),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _speed(record: Mapping[str, Any]) -> str:
+    found = record["speedup"][LEARNED]
+    values = ", ".join("not reached" if value is None else f"{value:.2f}" for value in found["values"])
+    mean = "not reached by all seeds" if found["mean"] is None else f"{found['mean']:.2f}"
+    over = (
+        "" if found["over_budget"] is None else f" (over Anderson's time for all of them: {found['over_budget']:.2f})"
+    )
+    ahead = ", ".join(map(str, record["ahead"][LEARNED])) or "none"
+    return (
+        f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
+        f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}. No worse than Anderson after these "
+        f"numbers of steps: {ahead}."
+    )
+
+
+def _overhead(found: Mapping[str, Any]) -> str:
+    share = "–" if found["time_share"] is None else f"{100 * found['time_share']:.2f} %"
+    steps = found["ms_per_step"]
+    rows = [
+        ["parameters", f"{found['parameters']:,}", f"{found['model_parameters']:,}", f"{100 * found['share']:.2f} %"],
+        [
+            "seconds, fit and its equilibria against training",
+            f"{found['fit_seconds']:.1f} + {found['finding_seconds']:.1f}",
+            _number(found["training_seconds"]),
+            share,
+        ],
+        [
+            "ms per step, against Anderson",
+            _number(steps[LEARNED], 3),
+            _number(steps["anderson"], 3),
+            f"{100 * float(found['step_ratio']):.0f} %",
+        ],
+    ]
+    published = [PUBLISHED_SIZES, PUBLISHED_TIMES, "less than 100 %"]
+    rows = [[*row, said] for row, said in zip(rows, published, strict=True)]
+    return table(("", "learned", "base", "share", "published"), rows)
+
+
+def _beyond(record: Mapping[str, Any]) -> str:
+    own = [curve["residual"]["mean"] for curve in record["variants"][record["reported"]]["curves"]]
+    classic = record["classic"]["anderson"]["residual"]["mean"]
+    means = [statistics.fmean(map(float, values)) for values in zip(*own, strict=True)]
+    below = [step for step, (a, b) in enumerate(zip(means, classic, strict=True)) if step and a < float(b)]
+    unroll, far = record["unroll"], len(means) - 1
+    rows = [
+        [str(step), f"{means[step]:.2e}", f"{float(classic[step]):.2e}"]
+        for step in dict.fromkeys((0, 1, 2, unroll // 2, unroll, 2 * unroll, far))
+        if step <= far
+    ]
+    systems = record["classic"]["anderson"]["residual"]["systems"]
+    said = f"Mean relative residual of {systems} systems. Below Anderson's at steps {_ranges(below)} of 1 to {far}."
+    return table(("step", "learned", "Anderson"), rows) + "\n\n" + said
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Whole numbers, those in a row as a range."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ", ".join(str(p[0]) if len(p) == 1 else f"{p[0]} to {p[-1]}" for p in parts) or "none"
+
+
+def _alone(record: Mapping[str, Any]) -> str:
+    found, metric = record["initialiser"], record["metric"]
+    rows = [
+        ["state of zeros", _number(found["zeros"])],
+        ["the initialiser's state, no step", _spread(found["none"])],
+        ["after one step", _spread(found["one"])],
+        ["equilibrium", _number(found["equilibrium"])],
+    ]
+    return table(("", metric), rows)
+
+
+def _ablations(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
+    steps = list(record["table"][0]["metric"])
+    columns = ("solver", "excess loss", "log10 residual", *(f"{record['metric']} at {k}" for k in steps), "published")
+    rows = [
+        [
+            row["name"],
+            _spread(row["area"], 3),
+            _spread(row["residual_area"], 3),
+            *(_number(row["metric"][k]["mean"]) for k in steps),
+            row["published"],
+        ]
+        for row in record["table"]
+    ]
+    claims = [
+        [
+            f"{row['better']} better than {row['worse']}",
+            f"{_number(row['gap'], 2)} ± {_number(row['error'], 1)}",
+            row["ours"],
+        ]
+        for row in record["orderings"]
+    ]
+    skipped = [f"{name}: {why}" for name, why in record["skipped"].items()]
+    return [
+        "## Ablations",
+        *(f"![{name}]({name}.png)" for name in figures if name == "ablations"),
+        f"The best first, by the mean excess of the loss over the equilibrium's after 1 to {record['unroll']} steps; "
+        "beside it the mean logarithm of the median residual.",
+        table(columns, rows),
+        "What was published, and the difference of our excess losses with its standard error:",
+        table(("published", "ours", ""), claims),
+        *([f"Left out: {'; '.join(skipped)}"] if skipped else []),
+    ]

@@ -1,0 +1,359 @@
+"""Several learned solvers for one run: what is fitted, measured, concluded and written, and what is not done twice."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import equipoise as eq
+from equipoise import Stop
+from equipoise.solvers import fingerprint, load_solver
+from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, fit_run
+from equipoise.train import hyper_study
+from equipoise.train.config import load_config
+from equipoise.train.hyper_study import Measuring, study_run
+from equipoise.train.hyper_summary import _ranges, area, concluded, markdown, orderings, overhead, slope, variants
+from equipoise.train.load import load, open_run
+from equipoise.train.loop import evaluate
+from equipoise.train.tracking import read_metrics
+from tests.cli.program import COPY, train
+
+FOLDER = Path(__file__).parents[2] / "recipes" / "hyper"
+RECIPES = {path.stem: path for path in sorted(FOLDER.rglob("*.toml"))}
+SIZES = {"hidden": 4, "width": 4, "compressed": 4}
+QUICK = FitSettings(steps=3, unroll=3, accept=0.9, pool=2, stop=Stop(rtol=1e-2, max_steps=20))
+CHOSEN = {
+    "full": HyperRecipe(Networks(**SIZES), QUICK, "the best", better_than=("anderson",)),
+    "softmax": HyperRecipe(Networks(**SIZES, weights="softmax"), QUICK, "behind", worse_than=("full", "absent")),
+    "pixels": HyperRecipe(Networks(**SIZES, compression="lowest"), QUICK),
+}
+MEASURING = Measuring(budgets=(1, 2, 4), at=4, most=1, rounds=3, warmup=0)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("trained"), COPY)
+
+
+@pytest.fixture(scope="module")
+def studied(trained, tmp_path_factory):
+    """A run, the folder of its report, what it returned, what it said."""
+    folder = tmp_path_factory.mktemp("studied")
+    run, out, said = shutil.copytree(trained, folder / "run"), folder / "report", []
+    record = study_run(run, CHOSEN, out, seeds=2, measuring=MEASURING, beside=[trained], say=said.append)
+    return run, out, record, said
+
+
+@pytest.fixture
+def not_drawn(monkeypatch):
+    monkeypatch.setattr(hyper_study, "_draw", lambda *_: [])
+
+
+# The whole
+
+
+def test_each_recipe_is_fitted_with_each_seed(studied, trained):
+    run, _, record, said = studied
+    assert list(record["variants"]) == ["full", "softmax"]
+    model = load(run)
+    assert fingerprint(model) == fingerprint(load(trained))
+    for name in ("full", "softmax"):
+        solvers = [load_solver(run / "hyper" / name / f"seed-{seed}", model) for seed in (0, 1)]
+        assert not torch.equal(solvers[0].step.inner.weight, solvers[1].step.inner.weight)
+        assert {solver.config.weights for solver in solvers} == {"shift" if name == "full" else "softmax"}
+    assert "unknown compression of sequence 'lowest'" in record["skipped"]["pixels"]
+    assert any(line.startswith("pixels: left out") for line in said)
+    assert any(line.startswith("there is no GPU") for line in said) != torch.cuda.is_available()
+    assert sum(line.startswith("equilibria of 2 batches") for line in said) == 1  # all fits share them
+
+
+def test_what_is_there_is_not_done_again(studied, not_drawn, monkeypatch, tmp_path):
+    run, _, before, _ = studied
+    for name in ("fit_opened", "pool_of"):
+        monkeypatch.setattr(hyper_study, name, None)
+    monkeypatch.setattr(hyper_study._Study, "curve", lambda self, solver, systems: before["classic"]["anderson"])
+    chosen = {name: CHOSEN[name] for name in ("full", "softmax")}
+    again = study_run(run, chosen, tmp_path, seeds=2, measuring=MEASURING)
+    assert again["variants"] == before["variants"]
+    assert again["overhead"]["fit_seconds"] == before["overhead"]["fit_seconds"]
+
+
+def test_other_settings_are_fitted_anew(studied, not_drawn, tmp_path):
+    run = shutil.copytree(studied[0], tmp_path / "run")
+    other = HyperRecipe(Networks(**SIZES), FitSettings(**{**vars(QUICK), "steps": 2}))
+    said = []
+    study_run(run, {"full": other}, tmp_path / "out", seeds=1, measuring=MEASURING, say=said.append)
+    assert any(line.startswith("full, seed 0") for line in said)
+    kept = json.loads((run / "hyper" / "full" / "seed-0" / "fit.json").read_text())
+    assert kept["recipe"]["fit"]["steps"] == kept["steps"] == 2
+
+
+def test_little_time_ends_fits(studied, not_drawn, tmp_path, monkeypatch):
+    run = shutil.copytree(studied[0], tmp_path / "run")
+    monkeypatch.setattr(hyper_study, "LEAST_SECONDS", 1e-6)
+    long = HyperRecipe(Networks(**SIZES), FitSettings(**{**vars(QUICK), "steps": 10**6}))
+    record = study_run(run, {"full": long}, tmp_path / "out", seeds=2, seconds=0.01, measuring=MEASURING)
+    assert all(fit["steps"] == 1 for fit in record["variants"]["full"]["fits"])
+
+
+def test_the_folder(studied):
+    run, out, record, _ = studied
+    names = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    figures = {f"{name}.{kind}" for name in ("pareto", "beyond", "ablations") for kind in ("png", "svg", "csv")}
+    logs = {f"fits/{name}-{seed}.jsonl" for name in ("full", "softmax") for seed in (0, 1)}
+    assert names == {"README.md", "report.json", "pareto.json", *figures, *logs}
+    assert set(record["files"]) == {str(out / name) for name in names}
+    assert sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) < 2**20
+    kept = json.loads((out / "report.json").read_text())
+    assert kept == {key: value for key, value in record.items() if key != "files"}
+    assert read_metrics(out / "fits" / "full-1.jsonl") == read_metrics(run / "hyper" / "full" / "seed-1" / "fit.jsonl")
+    text = (out / "README.md").read_text(encoding="utf-8")
+    for words in (
+        "## Overhead",
+        "## Ablations",
+        "full better than softmax",
+        "![beyond](beyond.png)",
+        "Left out: pixels",
+    ):
+        assert words in text
+    points = json.loads((out / "pareto.json").read_text())["points"]
+    assert {(p["solver"], p["seed"]) for p in points} == {("anderson", 0), ("hyper", 0), ("hyper", 1), ("run", 0)}
+
+
+def test_without_matplotlib_there_are_no_figures(studied, tmp_path, monkeypatch):
+    import builtins
+
+    imported = builtins.__import__
+
+    def refuse(name, *arguments, **options):
+        if name == "equipoise.plots":
+            raise ImportError("figures need the extra [plots]: pip install 'equipoise[plots]'")
+        return imported(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    said = []
+    assert hyper_study._draw(tmp_path, studied[2], said.append) == []
+    assert "equipoise[plots]" in said[0]
+
+
+# Measurements
+
+
+def score(run, change):
+    """The loss with something else in place of the equilibrium."""
+    opened = open_run(run, "valid", None)
+
+    def replace(deq, inputs, solution):
+        return change(deq, inputs, solution)
+
+    opened.model.deq.register_forward_hook(replace)
+    with torch.no_grad():
+        return evaluate(opened.task, opened.model, opened.splits, "valid", most=1)["loss"]
+
+
+def replaced(solution, value):
+    solution.value = value
+    return solution
+
+
+def test_no_step_is_the_start(studied):
+    run, _, record, _ = studied
+    zeros = score(run, lambda deq, inputs, solution: replaced(solution, torch.zeros_like(solution.value)))
+    assert record["classic"]["anderson"]["points"][0] == {"steps": 0, "metric": zeros, "loss": zeros}
+    solver = load_solver(run / "hyper" / "full" / "seed-0")
+
+    def guess(deq, inputs, solution):
+        return replaced(solution, solver.initialiser(inputs[0], [solution.value])[0])
+
+    found = record["variants"]["full"]["curves"][0]["points"][0]["loss"]
+    assert found == pytest.approx(score(run, guess), rel=1e-6)
+    assert record["initialiser"]["zeros"] == zeros
+
+
+def test_metrics_are_those_after_so_many_steps(studied):
+    run, _, record, _ = studied
+
+    def plain(deq, inputs, solution):  # the first step of Anderson is that of the plain iteration
+        return replaced(solution, deq.cell(torch.zeros_like(solution.value), *inputs))
+
+    point = record["classic"]["anderson"]["points"][1]
+    assert point["steps"] == 1
+    assert point["loss"] == pytest.approx(score(run, plain), rel=1e-6)
+
+
+def test_residuals_are_followed_beyond_the_unrolled_steps(studied):
+    run, _, record, _ = studied
+    solver = load_solver(run / "hyper" / "softmax" / "seed-1")
+    opened = open_run(run, "valid", None)
+    batch = next(iter(opened.splits.held_out["valid"]()))
+    traces = []
+    opened.model.deq.register_forward_hook(
+        lambda deq, inputs, solution: traces.append(deq.forward(*inputs, trace=True).stats.trace)
+    )
+    with torch.no_grad(), eq.override(opened.model, solver=solver, stop=Stop(rtol=0, max_steps=10)):
+        opened.task.evaluation_step(opened.model, batch, None, _Nothing())
+    found = record["variants"]["softmax"]["curves"][1]["residual"]
+    assert len(found["mean"]) == 3 * 3 + 1
+    trace = traces[0][:, :10].double()
+    assert found["systems"] == len(trace) == 16
+    assert found["mean"] == pytest.approx(trace.mean(0).tolist(), rel=1e-4)
+    assert found["median"] == pytest.approx(trace.median(0).values.tolist(), rel=1e-4)
+    assert found["std"] == pytest.approx(trace.std(0).tolist(), rel=1e-3, abs=1e-9)
+
+
+class _Nothing(dict):
+    def __missing__(self, name):
+        return self
+
+    def update(self, *values, **named):
+        pass
+
+
+# Conclusions
+
+
+def curve(*losses, residuals=(1.0, 0.1, 0.01)):
+    points = [{"steps": k, "loss": loss, "metric": 2 * loss} for k, loss in enumerate(losses)]
+    return {"points": points, "residual": {"mean": list(residuals), "median": list(residuals), "systems": 4}}
+
+
+def record_of(**variants):
+    own = {name: {"published": name, "curves": curves, "fits": []} for name, curves in variants.items()}
+    classic = {"anderson": curve(9.0, 3.0, 2.0)}
+    return {
+        "reported": next(iter(own)),
+        "unroll": 2,
+        "equilibrium": {"loss": 1.0, "metric": 2.0},
+        "classic": classic,
+        "variants": own,
+    }
+
+
+def test_a_slope_is_that_of_least_squares():
+    assert slope([(1, 3.0), (2, 5.0), (4, 9.0)]) == pytest.approx(2.0)
+    assert slope([(1, 0.0), (2, 1.0), (3, 1.0)]) == pytest.approx(0.5)
+    assert math.isnan(slope([(1, 1.0)]))
+
+
+def test_the_excess_of_the_loss():
+    assert area(curve(9.0, 3.0, 2.0, 1.5), 1.0, 2) == pytest.approx(1.5)
+    assert area(curve(9.0, 3.0, math.nan), 1.0, 2) == math.inf
+    rows = variants(record_of(full=[curve(5.0, 1.5, 1.0), curve(5.0, 2.5, 1.0)], worse=[curve(9.0, math.inf, 1.0)]))
+    assert [row["name"] for row in rows] == ["full", "anderson", "worse"]
+    assert rows[0]["area"] == pytest.approx({"mean": 0.5, "std": 0.5 / math.sqrt(2)})
+    assert rows[0]["metric"][1] == pytest.approx({"mean": 4.0, "std": math.sqrt(2)})
+    assert rows[0]["residual_area"]["mean"] == pytest.approx(-1.5)
+
+
+def test_orderings():
+    record = record_of(
+        full=[curve(5.0, 1.5, 1.0), curve(5.0, 1.7, 1.0)],
+        near=[curve(5.0, 1.55, 1.0), curve(5.0, 1.75, 1.0)],
+        free=[curve(5.0, math.nan, 1.0)] * 2,
+        odd=[curve(5.0, 1.1, 1.0), curve(5.0, 1.2, 1.0)],
+    )
+    recipes = {
+        "full": HyperRecipe(better_than=("anderson",)),
+        "near": HyperRecipe(worse_than=("full", "not fitted")),
+        "free": HyperRecipe(worse_than=("full",), better_than=("anderson",)),
+        "odd": HyperRecipe(worse_than=("full",)),
+    }
+    found = {(row["better"], row["worse"]): row["ours"] for row in orderings(record, recipes)}
+    assert found == {
+        ("full", "anderson"): "holds",
+        ("full", "near"): "within the spread",
+        ("full", "free"): "holds",
+        ("free", "anderson"): "contradicted",
+        ("full", "odd"): "contradicted",
+    }
+
+
+def timed(*solvers):
+    points = [
+        {"solver": name, "seed": 0, "steps": k, "ms": 5 + each * k, "metric": 1.0}
+        for name, each in solvers
+        for k in (1, 2, 3)
+    ]
+    speedup = {"hyper": {"target": 2.0, "values": [1.5, None], "mean": None, "over_budget": 2.5}}
+    return {"points": points, "speedup": speedup, "ahead": {"hyper": [1, 2]}}
+
+
+FIT = {"seconds": 3.0, "finding_seconds": 1.0, "parameters": 5, "model_parameters": 100, "share": 0.05}
+
+
+def test_overhead():
+    found = overhead([FIT, {**FIT, "seconds": 5.0}], timed(("anderson", 2.0), ("hyper", 1.5)), 500.0)
+    assert found["time_share"] == pytest.approx((4.0 + 1.0) / 500.0)
+    assert found["ms_per_step"] == pytest.approx({"anderson": 2.0, "hyper": 1.5})
+    assert found["step_ratio"] == pytest.approx(0.75)
+    assert overhead([FIT], timed(("anderson", 2.0), ("hyper", 1.5)), None)["time_share"] is None
+
+
+def test_the_text():
+    record = record_of(full=[curve(5.0, 1.5, 1.0, residuals=(1.0, 0.2, 0.001))] * 2)
+    record["variants"]["full"]["fits"] = [FIT, FIT]
+    record |= {
+        "command": "",
+        "checkpoint": "c",
+        "model": "m",
+        "split": "valid",
+        "metric": "ppl",
+        "at": 2,
+        "skipped": {},
+    }
+    record["environment"] = {"devices": ["cpu"], "packages": {"torch": "2"}}
+    text = markdown(concluded(record, timed(("anderson", 2.0), ("hyper", 1.0)), None, {}), ["pareto"])
+    assert (
+        "**not reached by all seeds** (over Anderson's time for all of them: 2.50); by seed 1.50, not reached" in text
+    )
+    assert "| ms per step, against Anderson | 1 | 2 | 50 % | less than 100 % |" in text
+    assert "| parameters | 5 | 100 | 5.00 % |" in text
+    assert "| seconds, fit and its equilibria against training | 3.0 + 1.0 | – | – |" in text
+    assert "Below Anderson's at steps 2 of 1 to 2." in text
+    assert "| the initialiser's state, no step | 10 |" in text
+    assert "Ablations" not in text
+    assert _ranges([1, 2, 3, 5, 7, 8]) == "1 to 3, 5, 7 to 8"
+
+
+def test_wrong_measuring():
+    with pytest.raises(ValueError, match="at=12 is not among the budgets 1, 2"):
+        Measuring(budgets=(1, 2))
+
+
+# Recipes
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_is_read_and_says_what_it_is(name):
+    recipe = load_config(HyperRecipe, RECIPES[name])
+    first = RECIPES[name].read_text(encoding="utf-8").splitlines()[0]
+    assert first.startswith("# ")
+    assert first.endswith(".")
+    assert len(first) <= 120
+    assert set(recipe.worse_than) | set(recipe.better_than) <= {*RECIPES, "anderson"}
+    published = RECIPES[name].parent == FOLDER
+    assert bool(recipe.published) == published
+    assert ("anderson" in recipe.better_than) == published
+    others = [load_config(HyperRecipe, path) for stem, path in RECIPES.items() if stem != name]
+    assert all((recipe.solver, recipe.fit) != (other.solver, other.fit) for other in others)
+
+
+def test_the_recipe_in_full_is_the_default():
+    recipe = load_config(HyperRecipe, RECIPES["full"])
+    assert (recipe.solver, recipe.fit) == (HyperRecipe().solver, HyperRecipe().fit)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_can_be_fitted(name, trained, tmp_path):
+    changes = (
+        "fit.steps=1",
+        "fit.accept=0.9",
+        "fit.stop={rtol = 1e-1, max_steps = 6}",
+        "fit.unroll=2",
+        "solver.hidden=4",
+    )
+    record = fit_run(trained, load_config(HyperRecipe, RECIPES[name], changes), out=tmp_path)
+    assert math.isfinite(record["last"]["loss"])
