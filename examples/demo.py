@@ -4,8 +4,8 @@
 
 The text is the Python language reference, which every Python carries in `pydoc_data`; both models predict its next
 character. They are trained side by side by `recipes/demo.toml`, from the same weights on the same batches: one as an
-equilibrium, the other as a stack of layers with the same weights in each. The folder gets both runs, figures,
-results.json and report.html.
+equilibrium, the other as a stack of layers with the same weights in each. Then a solver is fitted to the equilibrium.
+The folder gets both runs, figures, results.json and report.html.
 
 Exit codes: 0 all that must hold holds; 1 something does not, or failed; 2 the folder cannot be used; 130 interrupted.
 """
@@ -22,16 +22,23 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import equipoise as eq
+from equipoise._module import solutions_of
 from equipoise.generate import Sampling, sample_text
 from equipoise.plots import Chart, make_chart, save
+from equipoise.solvers import named_solver
+from equipoise.tasks.hyper import forward_of
 from equipoise.train.evaluate import AGREEMENT, SOLVED
 from equipoise.train.inspection import inspect_run, write_inspection
-from equipoise.train.load import find_checkpoint
+from equipoise.train.load import TrainedRun, find_checkpoint, open_run
 from equipoise.train.loop import LOG, train
+from equipoise.train.pareto import pareto_run
 from equipoise.train.recipe import Recipe
 from equipoise.train.tracking import read_metrics, write_json
 from examples.demo_page import page, size, summary
@@ -41,10 +48,25 @@ DEPTH = 8  # layers of the twin: what fits the time
 DEEPEST = 30  # layers of the stack that memory is compared with
 SHARE = 1 / 5  # of its memory that the DEQ may take
 MARK = "demo.json"  # says that a folder is a demo's, to be written anew
-OURS = ("deq", "twin", "twin.log", "figures", "results.json", "report.html")
-FIGURES = ("training", "nfe", "residual", "convergence", "steps", "memory", "time")
+OURS = ("deq", "twin", "twin.log", "hyper.log", "figures", "results.json", "report.html")
+FIGURES = ("training", "nfe", "residual", "convergence", "steps", "memory", "time", "pareto")
 PROMPT, CHARACTERS, SAMPLING = "The ", 400, Sampling(temperature=0.7, seed=1)
 QUICK_STEPS, QUICK_CHARACTERS = 12, 20
+LEARNING = (
+    "fit.steps=250",
+    "fit.unroll=8",
+    "fit.learning_rate=1e-2",
+    "fit.pool=50",
+    "fit.joint=true",
+    'fit.solver="anderson"',
+    "fit.stop={rtol = 2e-3, max_steps = 30}",
+    "solver.budget=0.1",
+    "task.batch_size=4",
+)
+"""How the learned solver is fitted: half a minute at most."""
+REACHED = 1e-2  # relative residual that the learned solver is to reach in fewer steps than Anderson
+BUDGETS = (1, 2, 3, 4, 6, 8, 10)  # numbers of steps that metric and time are measured after
+SCORED = 6  # batches of the validation text for that
 QUICK = (
     "task.train_fraction=0.05",
     "task.batch_size=4",
@@ -60,6 +82,7 @@ QUICK = (
     "train.evaluate_every=1000",
 )
 """A run of seconds, to see that all parts work."""
+QUICK_LEARNING = ("fit.steps=30", "fit.unroll=4", "fit.pool=6", "fit.accept=0.5", "solver.budget=1.0")
 
 
 class Interrupted(Exception):
@@ -199,10 +222,26 @@ def fitting(part: Part) -> Iterator[None]:
 
     Models of this size gain little from a second thread, but two of them gain all of a second core.
     """
-    sets = [word for change in part.changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "equipoise", "train", str(RECIPE), "--out", str(part.out.resolve()), *sets]
-    said = part.out.with_suffix(".log")
-    with said.open("w", encoding="utf-8") as file, Narrator(part):
+    arguments = ["train", str(RECIPE), "--out", str(part.out.resolve()), *_sets(part.changes)]
+    with Narrator(part), beside(arguments, part.out.with_suffix(".log"), f"training of the {part.name}"):
+        yield
+
+
+def _sets(changes: Sequence[str]) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
+@contextmanager
+def beside(arguments: Sequence[str], said: Path, what: str) -> Iterator[None]:
+    """Run the command in a process of its own, beside what is done in the block; waits for it at the end.
+
+    Args:
+        arguments: After the name of the program.
+        said: Takes what it prints.
+        what: It does, for the error if it fails.
+    """
+    command = [sys.executable, "-m", "equipoise", *arguments]
+    with said.open("w", encoding="utf-8") as file:
         # A session of its own: Ctrl-C comes here only, and is handed on as one signal.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, cwd=RECIPE.parents[1], start_new_session=True
@@ -215,7 +254,13 @@ def fitting(part: Part) -> Iterator[None]:
                 process.terminate()  # it saves, and ends
                 process.wait()
     if process.returncode:
-        raise RuntimeError(f"training of the {part.name} ended with exit code {process.returncode}; see {said}.")
+        raise RuntimeError(f"{what} ended with exit code {process.returncode}; see {said}.")
+
+
+def learning_command(run: Path, quick: bool) -> list[str]:
+    """What fits a learned solver to a run, after the name of the program."""
+    changes = (*LEARNING, *(QUICK_LEARNING if quick else ()))
+    return ["hyper", str(run), "--which", "latest", *_sets(changes)]
 
 
 # Measuring
@@ -247,13 +292,46 @@ def model_results(part: Part) -> dict[str, Any]:
     }
 
 
-def verdicts(deq: dict[str, Any], memory: Sequence[dict[str, Any]]) -> list[tuple[bool, str]]:
+def learned_results(part: Part) -> dict[str, Any]:
+    """The learned solver of a run beside Anderson: steps to one residual, metric and time, what it took to fit."""
+    names = {"anderson": "anderson", "learned": f"hyper:{part.out}"}
+    fitted = read_metrics(part.out / "hyper" / "fit.jsonl")
+    timed = pareto_run(
+        part.out, list(names.values()), BUDGETS, which="latest", most=SCORED, warmup=1, rounds=5, explicit=DEPTH
+    )
+    opened = open_run(part.out, "valid", which="latest")
+    solvers = {name: named_solver(given, opened.model) for name, given in names.items()}
+    return {
+        "steps": {name: mean_steps(opened, solver) for name, solver in solvers.items()},
+        "residual": REACHED,
+        "parameters": solvers["learned"].num_parameters,  # type: ignore[attr-defined]
+        "seconds": fitted[-1]["seconds"],
+        "fit_steps": fitted[-1]["step"] + 1,
+        "speedup": timed["speedup"]["hyper"]["mean"],
+        "at": timed["at"],
+    }
+
+
+def mean_steps(opened: TrainedRun, solver: eq.Solver) -> float:
+    """Steps that a solver needs on held-out text, the mean over sequences."""
+    stop, forward, steps, carry = eq.Stop(rtol=REACHED, max_steps=60), forward_of(opened), [], None
+    with torch.no_grad(), eq.override(opened.model, solver=solver, stop=stop):
+        for batch in islice(opened.splits.held_out["valid"](), SCORED):
+            with solutions_of(opened.model) as solutions:
+                carry = forward(opened.model, batch, carry)
+            steps += [solution.stats.steps.double() for solution, _ in solutions]
+    return float(torch.cat(steps).mean())
+
+
+def verdicts(deq: dict[str, Any], memory: Sequence[dict[str, Any]], learned: dict[str, Any]) -> list[tuple[bool, str]]:
     """What must hold, with its numbers.
 
     Args:
         deq: Results of the DEQ.
         memory: Rows of the inspection.
+        learned: Results of the learned solver.
     """
+    needed, classic = learned["steps"]["learned"], learned["steps"]["anderson"]
     kept = {row["name"]: row["graph"] + row["history"] for row in memory}
     most, stack = max(kept["DEQ"], kept["DEQ, penalty"]), kept[f"{DEEPEST} layers"]
     scores, losses = deq["scores"], [score["loss"] for score in deq["scores"].values()]
@@ -277,6 +355,11 @@ def verdicts(deq: dict[str, Any], memory: Sequence[dict[str, Any]]) -> list[tupl
             gap <= AGREEMENT,
             f"The loss is that of an equilibrium, not of a number of steps: {scored}, {100 * gap:.2f} % apart; at most "
             f"{100 * AGREEMENT:g} % is wanted.",
+        ),
+        (
+            needed < classic,
+            f"The learned solver needs fewer steps on held-out text: {needed:.1f} to a relative residual of "
+            f"{learned['residual']:g} (the mean of sequences), Anderson {classic:.1f}.",
         ),
     ]
 
@@ -318,10 +401,14 @@ def demo(out: Path, steps: int | None = None, quick: bool = False) -> int:
     say(f"training a DEQ-Transformer, and its {twin.name} beside it, by recipes/demo.toml")
     with fitting(twin):
         fit(deq)
-    say("measuring the DEQ")
-    inspection = inspect(deq.out)
-    say("sampling text from both")
-    texts = {part.name: sample(part, QUICK_CHARACTERS if quick else CHARACTERS) for part in (deq, twin)}
+    say("measuring the DEQ, and fitting a solver to it beside that")
+    learning = learning_command(deq.out.resolve(), quick)
+    with beside(learning, out / "hyper.log", "the fit of a learned solver"):
+        inspection = inspect(deq.out)
+        say("sampling text from both")
+        texts = {part.name: sample(part, QUICK_CHARACTERS if quick else CHARACTERS) for part in (deq, twin)}
+    say("the learned solver beside Anderson")
+    learned = learned_results(deq)
     models = {part.name: model_results(part) for part in (deq, twin)}
     results = {
         "data": read_metrics(deq.out / LOG)[0]["data"],
@@ -332,7 +419,9 @@ def demo(out: Path, steps: int | None = None, quick: bool = False) -> int:
         "temperature": SAMPLING.temperature,
         "recipe": deq.recipe.to_data(),
         "commands": {part.name: part.command for part in (deq, twin)},
-        "verdicts": verdicts(models[deq.name], inspection["memory"]),
+        "learned": learned,
+        "learning": shlex.join(["equipoise", *learning_command(deq.out, quick)]),
+        "verdicts": verdicts(models[deq.name], inspection["memory"], learned),
     }
     say("drawing")
     charts = draw(out, deq, twin)

@@ -62,6 +62,7 @@ def page(results: dict[str, Any], charts: dict[str, Chart], out: Path) -> Page:
     _training(page, results, charts)
     _equilibrium(page, results["inspection"], charts)
     _cost(page, results["inspection"], charts)
+    _learned(page, results, charts)
     _commands(page, results, out)
     _environment(page, results)
     return page
@@ -134,6 +135,32 @@ def _cost(page: Page, inspection: dict[str, Any], charts: dict[str, Chart]) -> N
         page.note(note)
 
 
+def _learned(page: Page, results: dict[str, Any], charts: dict[str, Chart]) -> None:
+    learned, deq = results["learned"], next(iter(results["models"].values()))
+    steps, faster = learned["steps"], learned["speedup"]
+    page.heading("A solver that learned from this model")
+    page.text(
+        f"{learned['parameters']:,} parameters ({100 * learned['parameters'] / deq['parameters']:.1f} % of the "
+        "model's) guess where the equilibrium is, and how to combine the iterates of each position. They were fitted "
+        f"to the trained model in {learned['fit_steps']:,} steps and {learned['seconds']:.0f} s, from its own "
+        "equilibria and without labels; the model did not change. To a relative residual of "
+        f"{learned['residual']:g} the learned solver takes {steps['learned']:.1f} steps, Anderson "
+        f"{steps['anderson']:.1f}."
+    )
+    page.charts(charts["pareto"])
+    said = (
+        "does not get there within these numbers of steps"
+        if faster is None
+        else f"takes {100 / faster:.0f} % of the time that Anderson does"
+    )
+    page.note(
+        "Perplexity on held-out text, and time per batch, after each number of solver steps; the single point is the "
+        f"layer applied {_depth(results)} times. To the perplexity that Anderson has after {learned['at']} steps, "
+        f"within half a percent, the learned solver {said}. On a model of this size, and on a CPU, its networks cost "
+        "about as much as the layer: few steps are one thing, little time is another."
+    )
+
+
 def _commands(page: Page, results: dict[str, Any], out: Path) -> None:
     deq, twin, figures = (shlex.quote(str(out / name)) for name in ("deq", "twin", "figures"))
     command, again = results["commands"].values()
@@ -150,9 +177,12 @@ def _commands(page: Page, results: dict[str, Any], out: Path) -> None:
             "# look into the model again; draw the figures",
             f"equipoise inspect {deq} --which latest",
             f"equipoise plot all {deq} {twin} --out {figures}",
-            "# how the two were trained",
+            "# score with the learned solver",
+            f"equipoise evaluate {deq} --which latest --solver hyper:{deq} --steps 4 --steps 8",
+            "# how the two were trained, and the solver fitted",
             command,
             again,
+            results["learning"],
         ]
     )
     page.note("In a checkout that is not installed, `python -m equipoise` stands for `equipoise`.")

@@ -27,7 +27,6 @@ from equipoise._compat import inside_a_transform
 from equipoise.nn.dropout import ChannelDropout2d
 from equipoise.nn.norm import weight_norm as normalised
 from equipoise.ops.norm import group_norm, residual_norm
-from equipoise.ops.norm.naive import enlarged as enlarged
 from equipoise.ops.taps import product_dtype
 
 States = tuple[Tensor, ...]

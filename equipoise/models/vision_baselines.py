@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
-from equipoise.models._multiscale import conv, enlarged
+from equipoise.models._multiscale import conv
 from equipoise.models._sequence import settings
 from equipoise.models.outputs import VisionOutput
 from equipoise.models.registry import register_model
 from equipoise.models.vision_heads import normed
+from equipoise.ops.norm.naive import enlarged
 
 
 def _optional(module: str, purpose: str) -> Any:

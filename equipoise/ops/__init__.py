@@ -8,6 +8,7 @@ docs/maths/kernels.md.
 from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
+from equipoise.ops.norm import group_norm, residual_norm
 from equipoise.ops.picard import picard_step
 from equipoise.ops.standing import Standing
 from equipoise.ops.taps import drop_taps, gather_taps
@@ -22,7 +23,9 @@ __all__ = [
     "broyden_step",
     "drop_taps",
     "gather_taps",
+    "group_norm",
     "low_rank_apply",
     "picard_step",
+    "residual_norm",
     "trellis_cell",
 ]

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ def use_differentiable_kernel(operation: str, backend: str, tensors: Iterable[Te
     return use_kernel(operation, backend, tensors)
 
 
+def apart(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """The same tensors as views: none is a function of another, so that derivatives by them are partial ones."""
+    return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
+
+
 def through_twin(
     outputs: Iterable[Tensor],
     grads: Iterable[Tensor | None],
@@ -55,7 +61,7 @@ def through_twin(
     Args:
         outputs: What the twin makes of the inputs.
         grads: Their cotangents; not all None.
-        inputs: Those of the operation.
+        inputs: Those of the operation, taken `apart` before the twin saw them: one may be a function of another.
         needed: Which of them want a cotangent.
         create_graph: Whether the cotangents are functions of all they depend on.
 

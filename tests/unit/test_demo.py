@@ -11,7 +11,9 @@ import pytest
 
 from equipoise import Picard, Stop, Unroll
 from equipoise.plots.report import Page
+from equipoise.solvers import load_solver
 from equipoise.train.evaluate import AGREEMENT, SOLVED
+from equipoise.train.load import load
 from equipoise.train.recipe import Recipe
 from equipoise.train.tracking import read_metrics
 from examples import demo
@@ -28,6 +30,7 @@ def memory(deq, penalised, stack):
     return [{"name": name, "graph": 0.75 * kept, "history": 0.25 * kept} for name, kept in rows.items()]
 
 
+LEARNED = {"steps": {"anderson": 9.0, "learned": 7.5}, "residual": 1e-2}
 GOOD = {"scores": {"16": score(2.0, 1e-3), "40": score(2.001, 1e-4)}}
 
 
@@ -45,7 +48,7 @@ def quick(tmp_path_factory):
 def test_a_quick_run_ends_well_and_says_what_holds(quick):
     out, code, said = quick
     assert code == 0, said
-    assert said.count("\nholds: ") == 3
+    assert said.count("\nholds: ") == 4
     assert "DOES NOT HOLD" not in said
     assert f"report: {out / 'report.html'}" in said
     assert sorted(path.name for path in out.iterdir()) == sorted([*demo.OURS, demo.MARK])
@@ -90,13 +93,24 @@ def test_the_report_needs_no_other_file_and_has_the_numbers(quick):
         for found in model["scores"].values():
             assert f"{found['loss']:.3f}" in text
             assert f"{found['solve_residual_p95']:.1e}" in text
-    assert text.count("<b>holds</b>") == 3
+    assert text.count("<b>holds</b>") == 4
     for sample in results["texts"].values():
         assert sample.startswith(demo.PROMPT)
         assert len(sample) == len(demo.PROMPT) + demo.QUICK_CHARACTERS
-    for command in ("--resume", "equipoise evaluate", "equipoise generate", "equipoise inspect", "equipoise plot"):
-        assert command in text
+    for command in ("--resume", "evaluate", "generate", "inspect", "plot", "hyper"):
+        assert (command if command.startswith("-") else f"equipoise {command}") in text
     assert results["inspection"]["environment"]["packages"]["torch"] in text
+
+
+def test_the_learned_solver_is_one_of_the_run(quick):
+    out, _, said = quick
+    learned = json.loads((out / "results.json").read_text(encoding="utf-8"))["learned"]
+    assert learned["steps"]["learned"] < learned["steps"]["anderson"] <= 60
+    solver = load_solver(out / "deq", load(out / "deq", which="latest"))
+    assert solver.num_parameters == learned["parameters"]
+    points = json.loads((out / "deq" / "pareto.json").read_text(encoding="utf-8"))["points"]
+    assert {point["solver"] for point in points} == {"anderson", "hyper", f"{demo.DEPTH} layers"}
+    assert f"The learned solver needs fewer steps on held-out text: {learned['steps']['learned']:.1f}" in said
 
 
 def test_figures_are_files_too(quick):
@@ -133,12 +147,13 @@ def test_counts_go_with_the_number_of_steps(tmp_path):
 
 
 def test_what_holds():
-    found = demo.verdicts(GOOD, memory(MIB, 2 * MIB, 10 * MIB))
-    assert [holds for holds, _ in found] == [True, True, True]
+    found = demo.verdicts(GOOD, memory(MIB, 2 * MIB, 10 * MIB), LEARNED)
+    assert [holds for holds, _ in found] == [True, True, True, True]
     assert "takes 2.0 MiB (1.0 MiB without" in found[0][1]
     assert "That is 1/5.0 of it; at most 1/5 is wanted." in found[0][1]
     assert "1.0e-03 within 16 solver steps and 1.0e-04 within 40 solver steps" in found[1][1]
     assert "0.05 % apart" in found[2][1]
+    assert "7.5 to a relative residual of 0.01 (the mean of sequences), Anderson 9.0." in found[3][1]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +168,13 @@ def test_what_holds():
     ],
 )
 def test_what_does_not_hold_is_said(scores, penalised, broken):
-    found = demo.verdicts({"scores": scores}, memory(MIB, penalised, 10 * MIB))
+    found = demo.verdicts({"scores": scores}, memory(MIB, penalised, 10 * MIB), LEARNED)
     assert not found[broken][0]
+
+
+def test_a_learned_solver_that_is_not_faster_does_not_hold():
+    equal = {**LEARNED, "steps": {"anderson": 9.0, "learned": 9.0}}
+    assert not demo.verdicts(GOOD, memory(MIB, MIB, 10 * MIB), equal)[3][0]
 
 
 def test_what_does_not_hold_ends_with_code_1(quick, monkeypatch):
@@ -165,7 +185,7 @@ def test_what_does_not_hold_ends_with_code_1(quick, monkeypatch):
     monkeypatch.setattr(demo, "say", lines.append)
     assert demo._conclude(results, out / "report.html") == 1
     assert any(line.startswith("DOES NOT HOLD: The equilibrium") for line in lines)
-    assert lines[-1].startswith("demo: 1 of 3 things that must hold do not")
+    assert lines[-1].startswith("demo: 1 of 4 things that must hold do not")
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):

@@ -18,7 +18,7 @@ pytestmark = quiet_interpreter
 
 LAYOUTS = {"contiguous": torch.contiguous_format, "last": torch.channels_last}
 # batch, channels, groups, height, width; a block of the kernels holds 32 numbers
-SIZES = [(2, 6, 2, 5, 3), (1, 12, 4, 3, 7), (3, 4, 2, 1, 1), (1, 5, 1, 2, 2), (1, 10, 2, 3, 3)]
+SIZES = [(2, 6, 2, 5, 3), (1, 4, 2, 1, 1), (1, 5, 1, 2, 2), (1, 12, 4, 3, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -110,8 +110,11 @@ def test_enlarged_and_added(small, large, enlarge, relu, layout, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("given", ["mask x affine", "mask", "x", "affine"])
-@pytest.mark.parametrize("size", [SIZES[0], SIZES[4]], ids=str)
+@pytest.mark.parametrize(
+    ("size", "given"),
+    [(SIZES[0], "mask x affine"), (SIZES[3], "mask"), (SIZES[3], "x"), (SIZES[3], "affine"), (SIZES[2], "")],
+    ids=str,
+)
 def test_the_end_of_a_residual_block(size, given, layout, backend):
     n, c, groups, *pixels = size
     t, z, x = (normal(n, c, *pixels, layout=layout) for _ in range(3))
@@ -130,12 +133,12 @@ def test_the_end_of_a_residual_block(size, given, layout, backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_dtypes_as_under_autocast(half, layout, backend):
     """Half-precision maps, float32 states and parameters: rounded once, on writing; cotangents in arguments' dtypes."""
     eps = torch.finfo(half).eps
-    t, x, plus = (normal(2, 6, 5, 3, dtype=half, layout=layout) for _ in range(3))
-    z, mask = normal(2, 6, 5, 3, layout=layout), 2 * torch.ones(2, 6, 1, 1, dtype=half, device=DEVICE)
+    t, x, plus = (normal(1, 6, 3, 5, dtype=half, layout=layout) for _ in range(3))
+    z, mask = normal(1, 6, 3, 5, layout=layout), 2 * torch.ones(1, 6, 1, 1, dtype=half, device=DEVICE)
     weights = [normal(6) for _ in range(4)]
     ours = [t, z, mask, x, *weights]
     exact = in_double(*ours)
@@ -185,7 +188,7 @@ def test_nothing_hides_numbers_that_are_not_finite(number, backend):
 
 @pytest.mark.parametrize("wanted", ["x", "weight", "bias", "plus"])
 def test_gradients_of_some_arguments(wanted):
-    tensors = {"x": normal(2, 6, 3, 5), "weight": normal(6), "bias": normal(6), "plus": normal(2, 6, 5, 9)}
+    tensors = {"x": normal(1, 6, 2, 3), "weight": normal(6), "bias": normal(6), "plus": normal(1, 6, 3, 5)}
     ours = {name: tensor.detach().requires_grad_(name == wanted) for name, tensor in tensors.items()}
     exact = in_double(*ours.values())
     y = group_norm(ours["x"], 2, *list(ours.values())[1:], enlarge=2, relu=True, backend="triton")
@@ -197,8 +200,8 @@ def test_gradients_of_some_arguments(wanted):
 
 @pytest.mark.parametrize("wanted", ["t", "z", "mask", "x", "weight_in", "bias_in", "weight_out", "bias_out"])
 def test_gradients_of_some_arguments_of_a_residual_block(wanted):
-    tensors = {name: normal(2, 6, 3, 5) for name in ("t", "z", "mask", "x")}
-    tensors["mask"] = normal(2, 6, 1, 1)
+    tensors = {name: normal(1, 6, 3, 3) for name in ("t", "z", "mask", "x")}
+    tensors["mask"] = normal(1, 6, 1, 1)
     tensors |= {name: normal(6) for name in ("weight_in", "bias_in", "weight_out", "bias_out")}
     ours = {name: tensor.detach().requires_grad_(name == wanted) for name, tensor in tensors.items()}
     t, z, mask, x, *weights = ours.values()
@@ -211,10 +214,10 @@ def test_gradients_of_some_arguments_of_a_residual_block(wanted):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("uses", [2, 3, 4, 6])
+@pytest.mark.parametrize("uses", [2, 4, 6])
 def test_cotangents_of_several_uses_are_added_up(uses, backend):
     """One of the uses is not part of the loss."""
-    t, z, weight, bias = normal(2, 6, 5, 3), normal(2, 6, 5, 3), normal(6), normal(6)
+    t, z, weight, bias = normal(1, 6, 3, 3), normal(1, 6, 3, 3), normal(6), normal(6)
     given = residual_norm(t, z, 2, (weight, bias), (weight, bias), uses=uses, backend=backend)
     assert len(given) == uses
     cotangents = [torch.randn_like(y) for y in given]

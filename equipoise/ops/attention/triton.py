@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise._compat import reenter_autocast
-from equipoise.ops._backend import through_twin
+from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.attention import naive
 
 
@@ -496,12 +496,13 @@ class Attend(torch.autograd.Function):
         dout = grads[0]
         if dout is None:
             return (None,) * 8
-        query, key, value, by_distance, bias = inputs
         if torch.is_grad_enabled():
+            query, key, value, by_distance, bias = inputs = apart(inputs)
             with reenter_autocast(query.device.type, ctx.autocast):
                 biased = query if bias is None else query + bias
                 twin = naive.attend(biased, key, value, by_distance, scale=ctx.scale, local_size=ctx.local_size)
             return *through_twin([twin], [dout], inputs, ctx.needs_input_grad[:5]), None, None, None
+        query, key, value, by_distance, bias = inputs
         given = query, key, value, by_distance, bias, out, lse, dout.contiguous()
         dq, dk, dv, ddistance = backward(*given, ctx.scale, ctx.local_size)
         return dq, dk, dv, ddistance, None if bias is None else dq, None, None, None

@@ -207,6 +207,7 @@ def _measure_block(
     fz_ptr,
     images_ptr,
     residuals_ptr,
+    images_slot,
     residuals_slot,
     sums,
     count,
@@ -230,8 +231,9 @@ def _measure_block(
     image = fz.to(tl.float32)
     g = image - z
     stored = g.to(residuals_ptr.dtype.element_ty)
-    tl.store(images_ptr + at, fz, mask=inside)
-    tl.store(residuals_ptr + (count % MEMORY).to(tl.int64) * residuals_slot + at, stored, mask=inside)
+    newest = (count % MEMORY).to(tl.int64)
+    tl.store(images_ptr + newest * images_slot + at, fz, mask=inside)
+    tl.store(residuals_ptr + newest * residuals_slot + at, stored, mask=inside)
     stored = stored.to(tl.float32)[None, :]
     ring = tl.where((place == NEWEST)[:, None], stored, ring)
     tl.store(sums + place, tl.sum(ring * stored, axis=1))
@@ -335,7 +337,7 @@ def measure_systems(
     SIGNED: tl.constexpr,
     FIXED: tl.constexpr,
 ):
-    """A block of one system's leaf, or some of the sums that are compressed; leaves follow one another.
+    """A block of one system, or some of the sums over it that are compressed.
 
     `partial` is (N, num_blocks, SLOTS + 2), `pooled` (N, num_pools, 3, WIDTH).
     """
@@ -359,50 +361,66 @@ def measure_systems(
         )
     if _kernels.is_frozen(status_ptr, row, FIXED):
         return
-    newest = (count % MEMORY).to(tl.int64)
-    columns = 0
-    for i in tl.static_range(len(z_ptrs)):
-        z_ptr = z_ptrs[i] + row * z_rows[i]
-        fz_ptr = fz_ptrs[i] + row * fz_rows[i]
-        if (block >= firsts[i]) & (block < firsts[i + 1]):
-            _measure_block(
-                z_ptr,
-                fz_ptr,
-                images_ptrs[i] + row * images_strides[i][0] + newest * images_strides[i][1],
-                residuals_ptrs[i] + row * residuals_strides[i][0],
-                residuals_strides[i][1],
-                partial_ptr + (row * num_blocks + block) * (SLOTS + 2),
-                count,
-                (block - firsts[i]) * BLOCK,
-                sizes[i],
-                MEMORY,
-                SLOTS,
-                BLOCK,
-            )
-        turn = block - num_blocks
-        if (turn >= pool_firsts[i]) & (turn < pool_firsts[i + 1]):
-            _pool_block(
-                z_ptr,
-                fz_ptr,
-                compression_ptr + columns,
-                taps_ptr,
-                pooled_ptr + (row * num_pools + turn) * (3 * WIDTH),
-                (turn - pool_firsts[i]) * CHANNELS,
-                sizes[i],
-                pools[i][0],
-                pools[i][1],
-                pools[i][2],
-                pools[i][3],
-                pools[i][4],
-                scales[i],
-                num_features,
-                COMPRESSED,
-                WIDTH,
-                MEMORY,
-                FEW,
-                INNER,
-                CHANNELS,
-                TERMS,
-                SIGNED,
-            )
-        columns += pools[i][0]
+    # First all blocks, leaf by leaf, then all sums; the zeros that are added make types of leaves alike.
+    pools_it = block >= num_blocks
+    turn = tl.where(pools_it, block - num_blocks, block)
+    first, size, columns = 0 * block, sizes[0] + 0 * block, 0 * block
+    z_ptr, fz_ptr = z_ptrs[0] + row * z_rows[0], fz_ptrs[0] + row * fz_rows[0]
+    images_ptr = images_ptrs[0] + row * images_strides[0][0]
+    residuals_ptr = residuals_ptrs[0] + row * residuals_strides[0][0]
+    images_slot, residuals_slot = images_strides[0][1] + 0 * row, residuals_strides[0][1] + 0 * row
+    channels, stride, terms = pools[0][0] + 0 * block, pools[0][1] + 0 * block, pools[0][2] + 0 * block
+    pace, offset, scale = pools[0][3] + 0 * block, pools[0][4] + 0 * block, scales[0]
+    before = 0 * block
+    for i in tl.static_range(1, len(z_ptrs)):
+        before += pools[i - 1][0]
+        start = tl.where(pools_it, pool_firsts[i], firsts[i])
+        if turn >= start:
+            first, size, columns = start, sizes[i] + 0 * block, before
+            z_ptr, fz_ptr = z_ptrs[i] + row * z_rows[i], fz_ptrs[i] + row * fz_rows[i]
+            images_ptr = images_ptrs[i] + row * images_strides[i][0]
+            residuals_ptr = residuals_ptrs[i] + row * residuals_strides[i][0]
+            images_slot, residuals_slot = images_strides[i][1] + 0 * row, residuals_strides[i][1] + 0 * row
+            channels, stride, terms = pools[i][0] + 0 * block, pools[i][1] + 0 * block, pools[i][2] + 0 * block
+            pace, offset, scale = pools[i][3] + 0 * block, pools[i][4] + 0 * block, scales[i]
+    if pools_it:
+        _pool_block(
+            z_ptr,
+            fz_ptr,
+            compression_ptr + columns,
+            taps_ptr,
+            pooled_ptr + (row * num_pools + turn) * (3 * WIDTH),
+            (turn - first) * CHANNELS,
+            size,
+            channels,
+            stride,
+            terms,
+            pace,
+            offset,
+            scale,
+            num_features,
+            COMPRESSED,
+            WIDTH,
+            MEMORY,
+            FEW,
+            INNER,
+            CHANNELS,
+            TERMS,
+            SIGNED,
+        )
+    else:
+        _measure_block(
+            z_ptr,
+            fz_ptr,
+            images_ptr,
+            residuals_ptr,
+            images_slot,
+            residuals_slot,
+            partial_ptr + (row * num_blocks + block) * (SLOTS + 2),
+            count,
+            (turn - first) * BLOCK,
+            size,
+            MEMORY,
+            SLOTS,
+            BLOCK,
+        )

@@ -230,26 +230,37 @@ def move(
             _network.remember_weights(weights_ptr, mixing_ptr, rows, rows >= 0, found, MEMORY, INNER, MIXING)
     for turn in range(num_tiles):
         tile = block * num_tiles + turn
-        for i in tl.static_range(len(z_ptrs)):
-            if (tile >= firsts[i]) & (tile < firsts[i + 1]):
-                _move_tile(
-                    z_ptrs[i] + row * z_rows[i],
-                    best_ptrs[i] + row * best_rows[i],
-                    images_ptrs[i] + row * images_strides[i][0],
-                    residuals_ptrs[i] + row * residuals_strides[i][0],
-                    images_strides[i][1],
-                    residuals_strides[i][1],
-                    weights_ptr + row * num_positions * MEMORY,
-                    mixing_ptr + row * num_positions,
-                    found,
-                    action,
-                    count,
-                    tile - firsts[i],
-                    num_positions,
-                    sizes[i],
-                    MEMORY,
-                    LOCAL,
-                    MIXING,
-                    ROWS,
-                    WIDE,
-                )
+        first, size = 0 * block, sizes[0] + 0 * block
+        z_ptr, best_ptr = z_ptrs[0] + row * z_rows[0], best_ptrs[0] + row * best_rows[0]
+        images_ptr = images_ptrs[0] + row * images_strides[0][0]
+        residuals_ptr = residuals_ptrs[0] + row * residuals_strides[0][0]
+        images_slot, residuals_slot = images_strides[0][1] + 0 * row, residuals_strides[0][1] + 0 * row
+        for i in tl.static_range(1, len(z_ptrs)):
+            if tile >= firsts[i]:
+                first, size = firsts[i] + 0 * block, sizes[i] + 0 * block
+                z_ptr, best_ptr = z_ptrs[i] + row * z_rows[i], best_ptrs[i] + row * best_rows[i]
+                images_ptr = images_ptrs[i] + row * images_strides[i][0]
+                residuals_ptr = residuals_ptrs[i] + row * residuals_strides[i][0]
+                images_slot, residuals_slot = images_strides[i][1] + 0 * row, residuals_strides[i][1] + 0 * row
+        if tile < firsts[len(z_ptrs)]:
+            _move_tile(
+                z_ptr,
+                best_ptr,
+                images_ptr,
+                residuals_ptr,
+                images_slot,
+                residuals_slot,
+                weights_ptr + row * num_positions * MEMORY,
+                mixing_ptr + row * num_positions,
+                found,
+                action,
+                count,
+                tile - first,
+                num_positions,
+                size,
+                MEMORY,
+                LOCAL,
+                MIXING,
+                ROWS,
+                WIDE,
+            )

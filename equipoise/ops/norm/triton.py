@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """The kernels of `group_norm`, and what those of `residual_norm` share with them."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.ops._backend import through_twin
+from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.norm import naive
 
 # The most numbers that stay in registers, forward and in the VJP, and how many of a larger group are taken at a time.
@@ -466,11 +465,6 @@ def norm_vjp(
         **cut,
     )
     return dx, dweight, dbias, dplus
-
-
-def apart(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """The same tensors as views: none is a function of another, so that derivatives by them are partial ones."""
-    return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
 
 
 class Norm(torch.autograd.Function):

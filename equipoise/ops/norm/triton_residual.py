@@ -9,10 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.ops._backend import through_twin
+from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.norm import naive
 from equipoise.ops.norm.triton import (
-    apart,
     channels_of,
     is_last,
     laid_out,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.ops._backend import through_twin
+from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.taps import naive
 
 # Steps and features per program of `gather_taps`, and its warps.
@@ -170,8 +170,9 @@ class Rows(torch.autograd.Function):
         h, before, mask = ctx.saved_tensors
         needs_h, needs_before, needs_mask = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() or needs_mask:
-            create_graph, inputs = torch.is_grad_enabled(), (h, before, mask)
+            create_graph = torch.is_grad_enabled()
             with torch.enable_grad():
+                inputs = apart((h, before, mask))
                 rows = naive.rows(*inputs, *ctx.options)
             found = through_twin([rows], grads, inputs, ctx.needs_input_grad[:3], create_graph)
             return *found, None, None, None

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equipoise.ops._backend import through_twin
+from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.trellis import naive
 
 # Time steps and features per block, and warps per program, of the cell and of its VJP. With one warp nothing waits at
@@ -314,7 +314,8 @@ class Cell(torch.autograd.Function):
         if dh is None and dc is None:
             return None, None, None, None
         if torch.is_grad_enabled():
+            pre, start, plus = inputs = apart((pre, start, plus))
             both = naive.cell(pre, start, plus, ctx.dtype)
-            return *through_twin(both, (dh, dc), (pre, start, plus), ctx.needs_input_grad[:3]), None
+            return *through_twin(both, (dh, dc), inputs, ctx.needs_input_grad[:3]), None
         dpre, dstart = backward(pre.contiguous() if total is None else total, start.contiguous(), c, dh, dc)
         return dpre, dstart, None if plus is None else dpre.to(plus.dtype), None
