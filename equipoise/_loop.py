@@ -8,7 +8,7 @@ those that run may be moved to a smaller loop, which goes on where they were.
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from equipoise.solvers._hyper_step import LearnedMemory, learned_step
 
 if TYPE_CHECKING:
     from equipoise.ops import Standing
+    from equipoise.ops.hyper import HyperParts
 
 Evaluate = Callable[[Leaves], Leaves]
 
@@ -74,12 +75,23 @@ class Method:
         stop: When systems end.
         floor: The relative residual at which rounding in f decides.
         problem: What is solved, its inputs in buffers of the recording; only a learned solver looks at it.
+        parts: Of a learned solver, where it has a fused step.
     """
 
     solver: Solver
     stop: Stop
     floor: float
     problem: Problem | None = None
+    parts: "HyperParts | None" = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        from equipoise.ops.hyper import HyperParts, supports
+
+        solver, problem = self.solver, self.problem
+        if not isinstance(solver, HyperAnderson) or problem is None or problem.spec.device.type != "cuda":
+            return  # without kernels there is nothing to gain
+        if supports(solver.config, problem.spec):
+            object.__setattr__(self, "parts", HyperParts.of(solver, problem.spec))
 
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
@@ -89,6 +101,10 @@ class Method:
             return AndersonMemory.empty(z, self.solver.memory)
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
+        if self.parts is not None:
+            from equipoise.ops.hyper import HyperMemory
+
+            return HyperMemory.empty(z, self.parts)
         if isinstance(self.solver, HyperAnderson):
             assert self.problem is not None
             return LearnedMemory(self.solver, self.problem.spec, z)
@@ -101,6 +117,8 @@ class Method:
             start = self.solver.guess(self.problem, buffers.z)
             if start is not buffers.z:
                 copy_all(buffers.z, start)
+        if self.parts is not None:
+            self.parts.refresh()
         buffers.restart()
 
     def step(self, buffers: "Buffers", fz: Leaves) -> None:
@@ -114,6 +132,10 @@ class Method:
             anderson_step(z, fz, memory, standing, **rules, **settings)
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
+        elif self.parts is not None:
+            from equipoise.ops.hyper import hyper_step
+
+            hyper_step(z, fz, memory, standing, self.parts, **rules)
         elif isinstance(solver, HyperAnderson):
             learned_step(z, fz, memory, standing, **rules)
         else:

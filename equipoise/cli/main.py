@@ -127,7 +127,11 @@ app.command(epilog=epilog("benchmark solver --out runs/bench", "benchmark train-
     benchmark
 )
 app.command(
-    epilog=epilog("hyper runs/ptb --data-dir DIR", "hyper runs/ptb --finetune runs/ptb/hyper --steps 200 --out hyper2")
+    epilog=epilog(
+        "hyper runs/ptb --data-dir DIR",
+        "hyper runs/ptb --finetune runs/ptb/hyper --steps 200 --out hyper2",
+        "hyper runs/ptb --report figures --seeds 3 --recipe recipes/hyper",
+    )
 )(hyper)
 app.command(
     short_help="Draw figures from the logs of runs.",

@@ -91,15 +91,17 @@ class HyperAnderson(Solver, nn.Module):
         self.step = nets.StepNet(config.compressed + extra, config.width) if config.learns_steps else None
 
     @classmethod
-    def for_sequence(cls, width: int | tuple[int, ...], source: int | None = None, **settings: Any) -> "HyperAnderson":
-        """A solver for states (N, T, width).
+    def for_sequence(
+        cls, features: int | tuple[int, ...], source: int | None = None, **settings: Any
+    ) -> "HyperAnderson":
+        """A solver for states (N, T, features).
 
         Args:
-            width: Features of a position; of each leaf, if there are several.
+            features: Of a position; of each leaf, if there are several.
             source: Features of a position of the first input, or of `context`; None for no initialiser.
             **settings: Of `HyperConfig`.
         """
-        return cls(HyperConfig("sequence", _sizes(width), source, **settings))
+        return cls(HyperConfig("sequence", _sizes(features), source, **settings))
 
     @classmethod
     def for_images(cls, channels: int | tuple[int, ...], source: int | None = None, **settings: Any) -> "HyperAnderson":

@@ -104,6 +104,10 @@ class Learner:
         self.replayed += 1
         return replay(targets, self.settings.losses.at(progress))
 
+    def release(self) -> None:
+        """Give up recordings, which hold memory of the device."""
+        self._replays.clear()
+
     def _set_rate(self, rate: float) -> None:
         for group in self.optimiser.param_groups:
             if isinstance(group["lr"], Tensor):

@@ -183,10 +183,12 @@ def fit_hyper_solver(
                     writer.write(step, {"seconds": time.perf_counter() - started, "fit": kept[-1]})
             if last:
                 break
+    learner.release()
     own, learned = solver.num_parameters, {id(parameter) for parameter in solver.parameters()}
     base = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in learned)
     record: dict[str, Any] = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started}
-    record |= {"steps": step + 1, "replayed": learner.replayed, "pool": None if pool is None else len(pool)}
+    record |= {"steps": step + 1, "pool": None if pool is None else len(pool)}
+    record |= {"replayed": learner.replayed, "not_recorded": learner.obstacle}
     return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
 
 

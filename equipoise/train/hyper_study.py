@@ -111,6 +111,9 @@ def study_run(
     """
     require_count("hyper", "seeds", seeds)
     opened = open_run(run, measuring.split, data_dir, which=which, changes=changes)
+    others = {
+        Path(other).name: load(other, opened.device) for other in beside
+    }  # a wrong one is refused before any work
     check_writable(out)
     if opened.device.type != "cuda":
         say("there is no GPU: times per batch will be those of this processor")
@@ -126,7 +129,7 @@ def study_run(
         for name, seeds in fits.items()
     }
     say("metric against time")
-    timed = study.pareto([fit.solver for fit in fits[first]], beside)
+    timed = study.pareto([fit.solver for fit in fits[first]], others)
     record = {
         "run": str(run),
         "command": command,
@@ -299,9 +302,8 @@ class _Study:
                 self._held = Pool(opened.model, _until(batches, MANY_SYSTEMS), settings, forward_of(opened))
         return self._held
 
-    def pareto(self, solvers: list[HyperAnderson], beside: Sequence[str | Path]) -> dict[str, Any]:
+    def pareto(self, solvers: list[HyperAnderson], others: Mapping[str, nn.Module]) -> dict[str, Any]:
         """Metric and time of each solver after each number of steps, and of other models."""
-        others = {Path(other).name: load(other, self.opened.device) for other in beside}
         m = self.measuring
         chosen: dict[str, Any] = {"anderson": "anderson", LEARNED: solvers}
         options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others}

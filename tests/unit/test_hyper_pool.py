@@ -184,7 +184,8 @@ def test_batches_of_two_shapes_have_a_recording_each(deq, monkeypatch):
 
     plain, replayed, learner = both(deq, monkeypatch, uneven, pool=None)
     assert replayed.record["replayed"] == 8 - 2 * REHEARSED
-    assert len(learner._replays) == 2
+    assert len(learner._seen) == 2
+    assert not learner._replays  # what they held is given back
     for a, b in zip(weights(plain), weights(replayed), strict=True):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)
 

@@ -13,6 +13,7 @@ from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, fit_run
 from equipoise.train import hyper_study
+from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
 from equipoise.train.hyper_study import Measuring, study_run
 from equipoise.train.hyper_summary import _ranges, area, concluded, markdown, orderings, overhead, slope, variants
@@ -316,6 +317,12 @@ def test_the_text():
     assert "| the initialiser's state, no step | 10 |" in text
     assert "Ablations" not in text
     assert _ranges([1, 2, 3, 5, 7, 8]) == "1 to 3, 5, 7 to 8"
+
+
+def test_a_wrong_run_beside_is_refused_before_any_work(studied, tmp_path):
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        study_run(studied[0], CHOSEN, tmp_path / "out", measuring=MEASURING, beside=[tmp_path / "absent"])
+    assert not (tmp_path / "out").exists()
 
 
 def test_wrong_measuring():

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from equipoise._problem import StateSpec
     from equipoise.solvers.hyper_anderson import HyperAnderson
 
-# What a program of the kernels holds in registers.
-MOST_MEMORY = 15
+# What a program of the kernels holds in registers. Loops over remembered steps are unrolled.
+MOST_MEMORY = 8
 MOST_WIDTH = 128
 
 

@@ -1,4 +1,5 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """The first pass of `hyper_step`: residuals, what is remembered of them, and the sums that the second one needs."""
 
 import triton
@@ -117,7 +118,7 @@ def measure_positions(
     numbers = tl.arange(0, FEW)
     products = ()  # elementwise until the end, as are the squares: so threads need not talk to each other
     for _ in tl.static_range(MEMORY):
-        products = _network.append(products, tl.zeros([ROWS, CHUNK], dtype=tl.float32))
+        products = products + (tl.zeros([ROWS, CHUNK], dtype=tl.float32),)
     few = tl.zeros([ROWS, FEW], dtype=tl.float32)
     squares_g = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
     squares_f = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
@@ -138,7 +139,7 @@ def measure_positions(
                 slot = _network.slot_of(s, count, MEMORY).to(tl.int64)
                 known = inside & _network.is_filled(0 * position + s, count, MEMORY)[:, None]
                 ring = tl.load(residuals_ptr + slot * residuals_strides[i][1] + at, mask=known, other=0.0)
-                older = _network.append(older, ring.to(tl.float32))
+                older = older + (ring.to(tl.float32),)
             read = compression_ptr + numbers[None, :] * num_features + (first + feature)[:, None]
             wanted = (numbers < COMPRESSED)[None, :] & (feature < sizes[i])[:, None]
             weight = tl.load(read, mask=wanted, other=0.0).to(tl.float32)  # (CHUNK, FEW)
@@ -151,8 +152,8 @@ def measure_positions(
             stored = stored.to(tl.float32)
             updated = ()
             for s in tl.static_range(MEMORY - 1):
-                updated = _network.append(updated, products[s] + older[s] * stored)
-            products = _network.append(updated, products[MEMORY - 1] + stored * stored)
+                updated = updated + (products[s] + older[s] * stored,)
+            products = updated + (products[MEMORY - 1] + stored * stored,)
             squares_g += g * g
             squares_f += image * image
         first += sizes[i]
@@ -162,7 +163,7 @@ def measure_positions(
 
     totals = ()
     for s in tl.static_range(MEMORY):
-        totals = _network.append(totals, tl.sum(products[s], axis=1))
+        totals = totals + (tl.sum(products[s], axis=1),)
     few = few * (_network.inverse_size(totals[MEMORY - 1]) * root)[:, None]
     unit = tl.arange(0, INNER)
     shares = ()
@@ -170,7 +171,7 @@ def measure_positions(
         read = taps_ptr + (tap * (COMPRESSED + MEMORY + 1) + numbers)[:, None] * WIDTH + unit[None, :]
         wanted = (numbers < COMPRESSED)[:, None] & (unit < WIDTH)[None, :]
         weight = tl.load(read, mask=wanted, other=0.0)  # (FEW, INNER)
-        shares = _network.append(shares, tl.dot(few, weight, input_precision="tf32x3"))
+        shares = shares + (tl.dot(few, weight, input_precision="tf32x3"),)
     rows = row * num_positions + position
     _network.remember_products(gram_ptr, rows, real, totals, count, MEMORY, INNER)
     place = _network.remember_shares(shares_ptr, rows, real, shares, count, WIDTH, MEMORY, INNER)
@@ -179,7 +180,7 @@ def measure_positions(
     inside = real[:, None] & (unit < WIDTH)[None, :]
     shares = ()
     for tap in tl.static_range(3):
-        shares = _network.append(shares, tl.load(place + tap * WIDTH, mask=inside, other=0.0))
+        shares = shares + (tl.load(place + tap * WIDTH, mask=inside, other=0.0),)
     found = _network.weigh(
         gram_ptr,
         shares_ptr,

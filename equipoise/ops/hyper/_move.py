@@ -1,4 +1,5 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """The second pass of `hyper_step`: judge a system and move it."""
 
 import triton
@@ -198,14 +199,14 @@ def move(
         rows = row + tl.arange(0, 1)
         products = ()
         for s in tl.static_range(MEMORY):
-            products = _network.append(products, tl.sum(tl.where(place == s, sums, 0.0), axis=0) + 0.0 * rows)
+            products = products + (tl.sum(tl.where(place == s, sums, 0.0), axis=0) + 0.0 * rows,)
         scale = (_network.inverse_size(products[MEMORY - 1]) * root)[:, None]
         pooled_ptr += row * num_pools * (3 * WIDTH)
         shares = ()
         for tap in tl.static_range(3):
             part = pooled_ptr + tap * WIDTH
             sums = _kernels.sum_of_blocks(part, unit, unit < WIDTH, num_pools, 3 * WIDTH, POOL_CHUNK).to(tl.float32)
-            shares = _network.append(shares, sums[None, :] * scale)
+            shares = shares + (sums[None, :] * scale,)
         found = _network.weigh(
             gram_ptr,
             shares_ptr,

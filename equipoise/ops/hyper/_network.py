@@ -1,4 +1,5 @@
-# mypy: disable-error-code="no-untyped-def"
+# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
+# ruff: noqa: RUF005 (kernels know no unpacking)
 """The step network of a learned solver inside a kernel, for a few rows at a time.
 
 Steps are numbered by their place in the window of the last MEMORY ones: the newest has the last place, and while there
@@ -16,12 +17,6 @@ MOST_DECADES = tl.constexpr(hyper_anderson.MOST_DECADES)
 NEWEST_LOGIT = tl.constexpr(hyper_anderson.NEWEST_LOGIT)
 LOG10_OF_2 = tl.constexpr(0.3010299956639812)
 TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
-
-
-@triton.jit
-def append(tiles, tile):
-    """A tuple with one more tile; kernels know no unpacking."""
-    return tiles + (tile,)  # noqa: RUF005
 
 
 @triton.jit
@@ -54,8 +49,8 @@ def _inverse_sizes(gram_ptr, rows, real, products, count, MEMORY: tl.constexpr):
     for s in tl.static_range(MEMORY - 1):
         place = gram_ptr + rows * (MEMORY * MEMORY) + slot_of(s, count, MEMORY) * (MEMORY + 1)
         known = real & is_filled(0 * rows + s, count, MEMORY)
-        inverse = append(inverse, inverse_size(tl.load(place, mask=known, other=1.0)))
-    return append(inverse, inverse_size(products[MEMORY - 1]))
+        inverse = inverse + (inverse_size(tl.load(place, mask=known, other=1.0)),)
+    return inverse + (inverse_size(products[MEMORY - 1]),)
 
 
 @triton.jit
@@ -80,9 +75,9 @@ def _told(gram_ptr, rows, real, products, count, MEMORY: tl.constexpr):
                 known = real & is_filled(0 * rows + min(s, c), count, MEMORY)
                 product = tl.load(gram_ptr + place * MEMORY + slot_of(c, count, MEMORY), mask=known, other=0.0)
             there = filled(min(s, c), count, MEMORY)
-            told = append(told, product * inverse[s] * inverse[c] * there)
+            told = told + (product * inverse[s] * inverse[c] * there,)
         size = (newest - tl.log2(inverse[s])) * LOG10_OF_2
-        told = append(told, tl.minimum(tl.maximum(size, -MOST_DECADES), MOST_DECADES) * here)
+        told = told + (tl.minimum(tl.maximum(size, -MOST_DECADES), MOST_DECADES) * here,)
     return told
 
 
@@ -137,12 +132,12 @@ def _hidden(
     bias = tl.load(bias_ptr + unit, mask=unit < WIDTH, other=0.0).to(tl.float32)[None, :]
     hidden = ()
     for _ in tl.static_range(MEMORY):
-        hidden = append(hidden, bias + 0.0 * shares[0])
+        hidden = hidden + (bias + 0.0 * shares[0],)
     for tap in tl.static_range(3):
         weights = ()
         for c in tl.static_range(MEMORY + 1):
             read = taps_ptr + (tap * (COMPRESSED + MEMORY + 1) + COMPRESSED + c) * WIDTH + unit
-            weights = append(weights, tl.load(read, mask=unit < WIDTH, other=0.0)[None, :])
+            weights = weights + (tl.load(read, mask=unit < WIDTH, other=0.0)[None, :],)
         layers = ()
         for a in tl.static_range(MEMORY):
             layer = _heard(
@@ -160,11 +155,11 @@ def _hidden(
                 MEMORY,
                 INNER,
             )
-            layers = append(layers, layer)
+            layers = layers + (layer,)
         hidden = layers
     layers = ()
     for a in tl.static_range(MEMORY):
-        layers = append(layers, tl.maximum(hidden[a], 0.0) * filled(a, count, MEMORY))
+        layers = layers + (tl.maximum(hidden[a], 0.0) * filled(a, count, MEMORY),)
     return layers
 
 
@@ -193,11 +188,11 @@ def _normalised(scores, count, MEMORY: tl.constexpr, KIND: tl.constexpr):
             raised = scores[s] + (NEWEST_LOGIT if s == MEMORY - 1 else 0.0)
             # At an empty place the score may be above the greatest.
             share = tl.exp(tl.minimum(raised - most, 0.0)) * filled(s, count, MEMORY)
-            shares = append(shares, share)
+            shares = shares + (share,)
             total += share
         weights = ()
         for s in tl.static_range(MEMORY):
-            weights = append(weights, shares[s] / total)
+            weights = weights + (shares[s] / total,)
         return weights
     else:
         if KIND == "shift":
@@ -207,7 +202,7 @@ def _normalised(scores, count, MEMORY: tl.constexpr, KIND: tl.constexpr):
         weights = ()
         for s in tl.static_range(MEMORY):
             raised = scores[s] - total + (1.0 if s == MEMORY - 1 else 0.0)
-            weights = append(weights, raised * filled(s, count, MEMORY))
+            weights = weights + (raised * filled(s, count, MEMORY),)
         return weights
 
 
@@ -244,9 +239,9 @@ def weigh(
     hidden = _hidden(shares_ptr, taps_ptr, bias_ptr, rows, real, told, shares, count, COMPRESSED, WIDTH, MEMORY, INNER)
     scores = ()
     for s in tl.static_range(MEMORY):
-        scores = append(scores, _output(out_ptr, last_ptr, hidden, s, 0, WIDTH, INNER))
+        scores = scores + (_output(out_ptr, last_ptr, hidden, s, 0, WIDTH, INNER),)
     lengthening = _output(out_ptr, last_ptr, hidden, MEMORY - 1, 1, WIDTH, INNER)
-    return append(_normalised(scores, count, MEMORY, KIND), lengthening)
+    return _normalised(scores, count, MEMORY, KIND) + (lengthening,)
 
 
 @triton.jit

@@ -25,8 +25,9 @@ WARPS = 4
 # Positions whose weights one program finds, and features that it reads at once.
 POSITIONS = 16
 FEATURES = 64
-# Registers of a thread of its, so that a processor holds several programs.
+# Registers of its threads, so that a processor holds several programs; up to so many numbers of the inner layer fit.
 REGISTERS = 128
+ROOMY = 384
 # Columns of its tiles from which on it has twice as many threads.
 LARGE = 64
 # Sums over a residual that one program makes, and terms that it reads at once.
@@ -132,7 +133,7 @@ def _measure_positions(n: int, parts: "HyperParts", arguments: dict[str, Any]) -
         ROWS=POSITIONS,
         CHUNK=chunk,
         **arguments,
-        maxnreg=REGISTERS,
+        maxnreg=REGISTERS if parts.memory * arguments["INNER"] <= ROOMY else None,
         num_warps=2 * WARPS if max(chunk, arguments["INNER"]) >= LARGE else WARPS,
     )
     return {"partial_ptr": partial, "pooled_ptr": partial, "num_blocks": blocks, "num_pools": 1}

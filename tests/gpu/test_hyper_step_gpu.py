@@ -1,0 +1,269 @@
+"""`hyper_step` on a CUDA device: the twin's results at full size, steps that can be replayed, and what a step costs.
+
+    python -m tests.gpu.test_hyper_step_gpu
+
+prints microseconds per step beside those of `anderson_step`, and of other tiles.
+"""
+
+import copy
+import itertools
+import statistics
+
+import pytest
+import torch
+
+import equipoise as eq
+from equipoise._problem import StateSpec
+from equipoise.ops import AndersonMemory, Standing, anderson_step
+from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
+from equipoise.solvers import HyperAnderson
+from equipoise.solvers._hyper_config import HyperConfig
+from tests.gpu.devices import waiting_is_an_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FIXED = eq.Stop(rtol=0, max_steps=1000)
+STEPS = 24
+# batch, positions, features, inner sizes of the networks within 4 % of such a cell
+SHAPES = {
+    "32x420x32": (32, 420, 32, 4),
+    "32x128x256": (32, 128, 256, 36),
+    "15x150x416": (15, 150, 416, 64),
+    "15x150x704": (15, 150, 704, 64),
+    "56x150x704": (56, 150, 704, 64),
+}
+MAPS = [(32, 32, 32), (64, 16, 16), (128, 8, 8), (256, 4, 4)]
+
+
+def sequence(shape, **settings):
+    n, positions, features, inner = shape
+    config = HyperConfig("sequence", (features,), compressed=inner, width=inner, **settings)
+    return Solve(config, [(n, positions, features)])
+
+
+def images(n, maps=MAPS, memory_format=torch.contiguous_format):
+    return Solve(HyperConfig("images", tuple(size[0] for size in maps)), [(n, *size) for size in maps], memory_format)
+
+
+class Solve:
+    """Steps of a solver with weights as after some fitting, towards the root of z ↦ x + sin(z)/2."""
+
+    def __init__(self, config, shapes, memory_format=torch.contiguous_format, residual_dtype=None):
+        torch.manual_seed(0)
+        self.solver = HyperAnderson(config).cuda().requires_grad_(False)
+        for name, parameter in self.solver.named_parameters():
+            parameter.add_((0.003 if name.startswith("step.out") else 0.03) * torch.randn_like(parameter))
+        self.state = tuple(torch.randn(shape, device="cuda").to(memory_format=memory_format) for shape in shapes)
+        self.spec = StateSpec.of(self.state)
+        self.x = [leaf.contiguous() for leaf in self.spec.flatten(self.state)]
+        self.begin(residual_dtype)
+
+    def begin(self, residual_dtype=None):
+        self.parts = HyperParts.of(self.solver, self.spec)
+        self.z = [torch.zeros_like(leaf) for leaf in self.x]
+        self.memory = HyperMemory.empty(self.z, self.parts, residual_dtype)
+        self.standing = Standing.start(self.z)
+        return self
+
+    def image(self):
+        return [x + 0.5 * torch.sin(z) for x, z in zip(self.x, self.z, strict=True)]
+
+    def step(self, fz=None, backend="auto", stop=FIXED):
+        fz = self.image() if fz is None else fz
+        hyper_step(self.z, fz, self.memory, self.standing, self.parts, stop=stop, floor=1e-6, backend=backend)
+
+    def copied(self):
+        same = copy.copy(self)
+        same.z = [leaf.clone() for leaf in self.z]
+        same.memory, same.standing = copy.deepcopy(self.memory), copy.deepcopy(self.standing)
+        return same
+
+    def widened(self):
+        """A copy in float64, for the twin."""
+        wide = self.copied()
+        wide.solver = copy.deepcopy(self.solver).double()
+        wide.parts = HyperParts.of(wide.solver, self.spec)
+        wide.z = [leaf.double() for leaf in self.z]
+        for name in ("images", "residuals"):
+            setattr(wide.memory, name, [ring.double() for ring in getattr(wide.memory, name)])
+        for name in ("gram", "shares", "weights", "mixing"):
+            setattr(wide.memory, name, getattr(wide.memory, name).double())
+        wide.standing.best = [leaf.double() for leaf in wide.standing.best]
+        for name in ("residual", "latest", "limit"):
+            setattr(wide.standing, name, getattr(wide.standing, name).double())
+        return wide
+
+
+CASES = {
+    "local": lambda: sequence((3, 150, 704, 64), local=True),
+    "local, softmax": lambda: sequence((3, 37, 50, 20), local=True, weights="softmax", memory=3),
+    "local, narrow": lambda: sequence((3, 420, 32, 4), local=True),
+    "local, wide network": lambda: sequence((2, 21, 100, 128), local=True, memory=8),
+    "local, leaves": lambda: Solve(HyperConfig("sequence", (400, 30), local=True), [(3, 33, 400), (3, 33, 30)]),
+    "last": lambda: sequence((3, 150, 704, 64), weights="free"),
+    "mean": lambda: sequence((3, 33, 101, 48), compression="mean", mixing=False),
+    "images": lambda: images(5),
+    "channels last": lambda: images(5, memory_format=torch.channels_last),
+    "any": lambda: Solve(HyperConfig("any", (5003, 7)), [(3, 5003), (3, 7)]),
+}
+
+
+def error(found, truth):
+    found, truth = torch.cat(found, dim=1).double(), torch.cat(truth, dim=1)
+    return float((found - truth).norm() / truth.norm())
+
+
+def replayable(work):
+    """A graph of `work`, which must not mind being done before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_step_is_that_of_the_twin(name):
+    """Against float64, from the kernels' own state, past the end of the ring; the same bits when done again."""
+    solve = CASES[name]()
+    for _ in range(solve.parts.memory + 2):
+        twin, again = solve.widened(), solve.copied()
+        fz = solve.image()
+        solve.step(fz)
+        again.step(fz)
+        twin.step([leaf.double() for leaf in fz], "naive")
+        assert error(solve.z, twin.z) < 3e-5
+        assert error(solve.standing.best, twin.standing.best) < 1e-6
+        torch.testing.assert_close(solve.memory.weights.double(), twin.memory.weights, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(solve.memory.mixing.double(), twin.memory.mixing, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(solve.standing.latest.double(), twin.standing.latest, rtol=1e-5, atol=0)
+        assert all(torch.equal(a, b) for a, b in zip(solve.z, again.z, strict=True))
+        assert int(solve.standing.count) == int(twin.standing.count)
+
+
+@pytest.mark.parametrize("name", ["local", "last", "images"])
+def test_narrow_images_and_residuals(name):
+    """Both rounded to bfloat16: proposals differ by what rounding does to a residual, not by more."""
+    solve, narrow = CASES[name](), CASES[name]().begin(torch.bfloat16)
+    for _ in range(8):
+        fz = [leaf.bfloat16() for leaf in solve.image()]
+        for place, leaf in zip(narrow.z, solve.z, strict=True):
+            place.copy_(leaf)
+        narrow.step(fz)
+        before = torch.cat([f.float() - z for f, z in zip(fz, solve.z, strict=True)], dim=1).norm()
+        solve.step([leaf.float() for leaf in fz])
+        difference = torch.cat([a - b for a, b in zip(narrow.z, solve.z, strict=True)], dim=1).norm()
+        assert difference < 0.05 * before
+
+
+@pytest.mark.parametrize("stop", [FIXED, eq.Stop(rtol=1e-3, max_steps=100)], ids=["fixed", "tolerance"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_recorded_step_can_be_replayed(name, stop):
+    """One recorded step is every step; nothing waits for the device."""
+    solve, recorded = CASES[name](), CASES[name]()
+    solve.step(stop=stop)
+    solve.begin()
+    graph = replayable(lambda: recorded.step(stop=stop))
+    recorded.standing.restart([torch.zeros_like(leaf) for leaf in recorded.z])
+    for leaf in recorded.z:
+        leaf.zero_()
+    steps = 2 * solve.parts.memory + 3
+    with waiting_is_an_error():
+        for _ in range(steps):
+            solve.step(stop=stop)
+            graph.replay()
+    assert int(recorded.standing.count) == steps
+    assert all(torch.equal(a, b) for a, b in zip(solve.z, recorded.z, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(solve.standing.best, recorded.standing.best, strict=True))
+    assert torch.equal(solve.standing.status, recorded.standing.status)
+    assert solve.standing.residual.max() < 0.1
+
+
+# What a step costs
+
+
+def microseconds(step):
+    """Of one step out of many in a graph, images not counted: median of 30 replays."""
+    graph = replayable(lambda: [step() for _ in range(STEPS)])
+    times = []
+    for _ in range(33):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * first.elapsed_time(last) / STEPS)
+    return statistics.median(times[3:])
+
+
+def cost(solve, residual_dtype=None):
+    solve.begin(residual_dtype)
+    turns = itertools.cycle([[torch.randn_like(leaf) for leaf in solve.z] for _ in range(4)])
+    return microseconds(lambda: solve.step(next(turns)))
+
+
+def cost_of_anderson(solve):
+    z = [torch.zeros_like(leaf) for leaf in solve.z]
+    memory, standing = AndersonMemory.empty(z, solve.parts.memory), Standing.start(z)
+    turns = itertools.cycle([[torch.randn_like(leaf) for leaf in z] for _ in range(4)])
+    return microseconds(lambda: anderson_step(z, next(turns), memory, standing, stop=FIXED))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_step_costs_less_than_one_of_anderson(shape):
+    """With residuals remembered in bfloat16: rounding is relative to them."""
+    solve = sequence(SHAPES[shape], local=True)
+    assert cost(solve, torch.bfloat16) < cost_of_anderson(solve)
+
+
+@pytest.mark.slow
+def test_a_step_on_several_maps_costs_less_than_one_of_anderson():
+    solve = images(64)
+    assert cost(solve) < cost_of_anderson(solve)
+
+
+def _table():
+    from equipoise.ops.hyper import triton as kernels
+
+    cases = {f"{name}, local": sequence(shape, local=True) for name, shape in SHAPES.items()}
+    cases |= {f"{name}, by sequence": sequence(shape) for name, shape in SHAPES.items()}
+    cases |= {"four maps, 64 images": images(64), "four maps, 16 images": images(16)}
+    defaults = {name: getattr(kernels, name) for name in ("POSITIONS", "FEATURES", "REGISTERS", "LARGE", "PROGRAMS")}
+    others = [
+        {"FEATURES": 32},
+        {"FEATURES": 128},
+        {"POSITIONS": 32},
+        {"REGISTERS": 96},
+        {"REGISTERS": 255},
+        {"LARGE": 16},
+        {"LARGE": 1024},
+        {"PROGRAMS": 256},
+        {"PROGRAMS": 2048},
+    ]
+    for name, solve in cases.items():
+        print(f"{name:28} anderson {cost_of_anderson(solve):7.2f}  float32 {cost(solve):7.2f}", end="")
+        print(f"  bfloat16 residuals {cost(solve, torch.bfloat16):7.2f} µs")
+        for settings in others:
+            if solve.parts.local == ("PROGRAMS" in settings):
+                continue
+            for key, value in {**defaults, **settings}.items():
+                setattr(kernels, key, value)
+            try:
+                print(f"{'':28} {settings!s:20} float32 {cost(solve):7.2f}", flush=True)
+            except Exception as problem:
+                print(f"{'':28} {settings!s:20} {type(problem).__name__}: {str(problem)[:80]}")
+        for key, value in defaults.items():
+            setattr(kernels, key, value)
+
+
+if __name__ == "__main__":
+    _table()
