@@ -35,7 +35,8 @@ def normal(*shape, dtype=torch.float32, layout="contiguous"):
 
 
 def relative(a, b):
-    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12))
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
 def compare(operation, sources, tolerance):

@@ -292,6 +292,19 @@ def test_layouts_may_differ():
     assert_close(group_norm(sliced, 2, backend="triton"), by_formula(*in_double(sliced), 2, None, None), 3e-6)
 
 
+def test_the_twin_keeps_a_layout_that_torch_forgets(monkeypatch):
+    """On CUDA the result of torch's own normalisation is contiguous wherever channels were; here on any device."""
+    forgetful = torch.nn.functional.group_norm
+    monkeypatch.setattr(torch.nn.functional, "group_norm", lambda x, *given, **named: forgetful(x.contiguous(), *given))
+    x = normal(2, 6, 3, 5, layout="last")
+    for y in (
+        group_norm(x, 2, relu=True, backend="naive"),
+        group_norm(x, 2, plus=normal(2, 6, 3, 5), backend="naive"),
+        *residual_norm(x, x, 2, backend="naive"),
+    ):
+        assert y.stride() == x.stride()
+
+
 @pytest.mark.parametrize(("layout", "autocast"), [("contiguous", False), ("last", True)])
 def test_a_multiscale_layer_by_kernels_is_that_by_twins(layout, autocast, monkeypatch):
     """Three resolutions of odd sizes with dropout: f, its products and gradients of parameters."""

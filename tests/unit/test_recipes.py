@@ -82,7 +82,7 @@ TINY_MODEL = {
     "channels": 6,
     "levels": 2,
 }
-TINY_TRAIN = {"steps": 2, "log_every": 1, "evaluate_every": 2, "save_every": 2, "threads": 1}
+TINY_TRAIN = {"steps": 2, "log_every": 1, "evaluate_every": 2, "save_every": 2, "threads": 1, "capture": False}
 
 
 @pytest.fixture(params=RECIPES)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from equipoise._compat import inside_a_transform
 from equipoise._errors import require_count
 from equipoise.ops._backend import use_differentiable_kernel
 from equipoise.ops.norm import naive
@@ -50,7 +51,7 @@ def group_norm(
         backend: "auto", "naive" or "triton".
 
     Returns:
-        The shape of x, or of `plus`, in the layout of x.
+        The shape of x, or of `plus`, in the layout of x; inside torch.func and torch.compile in that of plain PyTorch.
     """
     _check("group_norm", x, groups, [(weight, bias)])
     require_count("group_norm", "enlarge", enlarge)
@@ -58,7 +59,8 @@ def group_norm(
     dtype = dtype or x.dtype
     tensors = [tensor for tensor in (x, weight, bias, plus) if tensor is not None]
     if not _use_kernel("group_norm", backend, tensors):
-        return naive.group_norm(x, groups, weight, bias, plus, eps=eps, enlarge=enlarge, relu=relu, dtype=dtype)
+        y = naive.group_norm(x, groups, weight, bias, plus, eps=eps, enlarge=enlarge, relu=relu, dtype=dtype)
+        return _laid_out(y, x)
     from equipoise.ops.norm import triton as kernels
 
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -104,7 +106,8 @@ def residual_norm(
         backend: "auto", "naive" or "triton".
 
     Returns:
-        (N, C, H, W) in the layout of t, as many times as it is used.
+        (N, C, H, W), as many times as it is used, in the layout of t; inside torch.func and torch.compile in that of
+        plain PyTorch.
     """
     _check("residual_norm", t, groups, [inner, outer])
     require_count("residual_norm", "uses", uses)
@@ -120,7 +123,8 @@ def residual_norm(
     dtype, weights = dtype or t.dtype, (*inner, *outer)
     tensors = [tensor for tensor in (t, z, mask, x, *weights) if tensor is not None]
     if not _use_kernel("residual_norm", backend, tensors):
-        return (naive.residual_norm(t, z, groups, weights, mask, x, eps=eps, dtype=dtype),) * uses
+        y = naive.residual_norm(t, z, groups, weights, mask, x, eps=eps, dtype=dtype)
+        return (_laid_out(y, t),) * uses
     from equipoise.ops.norm import triton_residual as kernels
 
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -135,6 +139,14 @@ def _use_kernel(operation: str, backend: str, tensors: list[Tensor]) -> bool:
         tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 and tensor.stride(-1) != 1 else tensor for tensor in tensors
     ]
     return tensors[0].numel() > 0 and use_differentiable_kernel(operation, backend, stored)
+
+
+def _laid_out(y: Tensor, x: Tensor) -> Tensor:
+    """What the twin gives in the layout of x: on CUDA, normalisation by PyTorch forgets that channels are last."""
+    if torch.compiler.is_compiling() or inside_a_transform():  # vmap cannot say how its tensors are laid out
+        return y
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return y.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def _spread(parameter: Tensor | None, x: Tensor) -> Tensor | None:
