@@ -95,7 +95,7 @@ class _Constants:
         return scope._copy(drawn, {module: value for module, value in held.items() if module not in drawn})
 
 
-class _Aliases:
+class Aliases:
     """The parameters of a cell as other leaves in the same storage, in effect while this context is open.
 
     So the graph of a recording ends in leaves of its own: what accumulates gradients in the parameters themselves
@@ -139,7 +139,7 @@ class _Static:
     def __init__(self, deq: "DEQ", problem: Problem, constants: _Constants, z0: Leaves, grad: bool) -> None:
         self.inputs = _buffers(problem.inputs, grad)
         self.held = _buffers(constants.values(problem, z0), grad)
-        self.aliases = _Aliases(deq.cell, grad)
+        self.aliases = Aliases(deq.cell, grad)
         self.problem = Problem(problem.f, problem.spec, self.inputs, in_dims=problem.in_dims, plain=problem.plain)
         self.problem.scope, self.problem.autocast = constants.fixed(problem.scope, self.held), problem.autocast
         parameters = self.aliases.of(p for p in deq.cell.parameters() if p.requires_grad) if grad else []
@@ -166,7 +166,7 @@ class _Static:
         for ours, theirs, axis in trees:
             for place, source in zip(tree_tensors(ours), tree_tensors(theirs), strict=True):
                 if axis is not None and place is not source:  # else all systems share it
-                    copies.append((place.requires_grad_(source.requires_grad), source, axis))  # as in `_Aliases`
+                    copies.append((place.requires_grad_(source.requires_grad), source, axis))  # as in `Aliases`
 
         def evaluate(z: Leaves) -> Leaves:
             with self.aliases:
@@ -188,7 +188,7 @@ def _buffers(tree: Any, grad: bool) -> Any:
     copies = [leaf if not isinstance(leaf, Tensor) else torch.empty_like(leaf).copy_(leaf) for leaf in leaves]
     for copy, leaf in zip(copies, leaves, strict=True):
         if isinstance(leaf, Tensor):
-            copy.requires_grad_(leaf.requires_grad if grad else _may_want_gradient(copy))  # as in `_Aliases`
+            copy.requires_grad_(leaf.requires_grad if grad else _may_want_gradient(copy))  # as in `Aliases`
     return tree_unflatten(copies, form)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._fingerprint import PLAIN_VALUES
+from equipoise._recording import Aliases
 from equipoise._tape import copy_all, recording_now, tape_for
 from equipoise._tree import tree_flatten, tree_tensors
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -162,10 +163,11 @@ class _Replay:
         self.targets = [_copied(target) for target in targets]
         self.places = _tensors(self.targets)
         self.weights = torch.ones(3, device=learner.device)
+        self.aliases = Aliases(learner.solver, grad=True)
         self.record: dict[str, Tensor] = {}
         tape, groups = tape_for(learner.device), learner.optimiser.param_groups
         tape.rehearse(self._run)
-        gc.collect()  # graphs of steps before would tie the gradients of parameters to another stream
+        gc.collect()  # graphs of rehearsals would tie the gradients of aliases to another stream
         try:
             for group in groups:
                 group["capturable"] = learner.device.type == "cuda"
@@ -178,12 +180,13 @@ class _Replay:
     def _run(self) -> None:
         """One step, without a look at any number: a gradient that is not finite is taken as zero."""
         learner, optimiser = self.learner, self.learner.optimiser
-        optimiser.zero_grad(set_to_none=True)
-        record = gradients(learner.solver, self.targets, learner.settings, learner.balance, self.weights.unbind())
+        parameters = list(learner.solver.parameters())
+        with self.aliases:
+            record = gradients(learner.solver, self.targets, learner.settings, learner.balance, self.weights.unbind())
         finite = record["gradient"].isfinite()
-        for parameter in learner.solver.parameters():
-            if parameter.grad is not None:
-                parameter.grad = torch.where(finite, parameter.grad, 0.0)
+        for parameter, alias in zip(parameters, self.aliases.of(parameters), strict=True):
+            parameter.grad = None if alias.grad is None else torch.where(finite, alias.grad, 0.0)
+            alias.grad = None
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
         self.record = {**record, "skipped": 1.0 - finite.float()}
