@@ -203,7 +203,8 @@ def score(opened: TrainedRun, split: str, **changes: Any) -> dict[str, Any]:
 def doubts(results: Sequence[dict[str, Any]], metric: str, key: str | None = None) -> list[str]:
     """Sentences on results that are not an equilibrium's.
 
-    Such a one has residuals above 5e-2 (95th percentile), or a metric more than 1 % off that of the best solve.
+    Such a one has residuals above 5e-2 (95th percentile), or a metric more than 1 % off that of the best solve. Of an
+    error, the share of what is wrong, 1 % of everything is meant: the same few images weigh more in a small error.
 
     Args:
         results: Of `score_run`.
@@ -222,7 +223,8 @@ def doubts(results: Sequence[dict[str, Any]], metric: str, key: str | None = Non
     best = min(solved, key=lambda result: result["solve"]["residual_p95"], default=None)
     if best is None or len(solved) < 2:
         return said
-    off = [result for result in solved if not abs(result[metric] - best[metric]) <= AGREEMENT * abs(best[metric])]
+    most = AGREEMENT * (1.0 if metric.endswith("error") else abs(best[metric]))
+    off = [result for result in solved if not abs(result[metric] - best[metric]) <= most]
     if off:
         farthest = max(off, key=lambda result: abs(result[metric] - best[metric]))
         said.append(

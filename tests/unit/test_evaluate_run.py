@@ -205,6 +205,14 @@ def test_a_metric_that_changes_with_the_budget_is_doubted():
     assert len(doubts([result(1, math.nan, 1e-2), result(2, 1.0, 1e-3)], "loss", "stop.max_steps")) == 1
 
 
+def test_of_errors_a_hundredth_of_everything_counts():
+    few = [{"steps": k, "error": e, "solve": {"residual_p95": r}} for k, e, r in ((12, 0.006, 1e-2), (30, 0.008, 1e-3))]
+    assert doubts(few, "error", "stop.max_steps") == []
+    few[0]["error"] = 0.02
+    (text,) = doubts(few, "error", "stop.max_steps")
+    assert "0.02 beside 0.008" in text
+
+
 def test_doubts_are_part_of_the_record(run):
     residual, metric = score_run(run, steps=[1, 30])["warnings"]
     assert residual.startswith("at stop.max_steps = 1 the relative residual")
