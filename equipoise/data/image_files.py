@@ -5,6 +5,7 @@ import os
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,54 @@ def readable(what: object) -> Iterator[None]:
         ) from error
 
 
+DataDir = str | os.PathLike[str] | None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a set of images may lie, so that it can be found without being read.
+
+    Attributes:
+        how_to_get: A sentence for those who lack it.
+        files: One of them shows that the set is there; each stands for a layout.
+        folders: Of the data directory, where they are sought besides the directory itself.
+        inside: For sets that are a folder: one that must lie in the first of `folders`, or in the directory itself.
+    """
+
+    how_to_get: str
+    files: tuple[TextFile, ...] = ()
+    folders: tuple[str, ...] = ()
+    inside: str = ""
+
+    def find(self, data_dir: DataDir) -> Path:
+        """The file or folder that was found.
+
+        Raises:
+            MissingDataError: If it is nowhere; the message says where it was sought.
+        """
+        return self.source(data_dir)[1].path if self.files else self.folder(data_dir)
+
+    def source(self, data_dir: DataDir) -> tuple[int, Source]:
+        """The number of the layout, and the file that shows it."""
+        return find_first(self.files, data_dir, self.folders, self.how_to_get)
+
+    def folder(self, data_dir: DataDir) -> Path:
+        """The folder in which `inside` lies."""
+        root = data_root(data_dir)
+        if root is None:
+            raise self.missing("no data directory is known: pass --data-dir or set EQUIPOISE_DATA.")
+        for place in (*(root / folder for folder in self.folders), root):
+            if (place / self.inside).is_dir():
+                return place
+        raise self.missing(f"{root} has no folder {self.inside}.")
+
+    def missing(self, problem: str) -> MissingDataError:
+        """An error that says how to get what is missing."""
+        return MissingDataError(f"{problem} {self.how_to_get}")
+
+
 def find_first(
-    files: Sequence[TextFile], data_dir: str | os.PathLike[str] | None, folders: Iterable[str], how_to_get: str
+    files: Sequence[TextFile], data_dir: DataDir, folders: Iterable[str], how_to_get: str
 ) -> tuple[int, Source]:
     """The first of several files that is there, and its number: sets come in several layouts."""
     folders, root = tuple(folders), data_root(data_dir)

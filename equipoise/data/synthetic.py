@@ -9,7 +9,7 @@ from torch.nn.functional import grid_sample, interpolate
 
 from equipoise._errors import require_count, unknown_name
 from equipoise.data._draws import keyed_bits
-from equipoise.data.image_sets import DataDir
+from equipoise.data.image_files import DataDir
 from equipoise.data.images import Decoded, ImageData, Stored, register_images
 
 # Five by seven dots, a row after the other.
