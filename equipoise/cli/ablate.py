@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from equipoise.cli.options import AsJson, DataDir, Set
-from equipoise.cli.output import show, table, warn
+from equipoise.cli.output import plots_missing, show, table, warn
 
 
 def ablate(
@@ -71,11 +71,10 @@ def _print(record: dict[str, Any]) -> None:
 
 def _draw(out: Path) -> list[Path]:
     """The files of the figure; none where matplotlib is missing."""
-    try:
-        from equipoise.plots import draw
-    except ImportError as error:
-        if "equipoise[plots]" not in str(error):
-            raise
-        warn(str(error))
+    missing = plots_missing()
+    if missing:
+        warn(missing)
         return []
+    from equipoise.plots import draw
+
     return draw("ablation", [out], out)

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from equipoise.cli.options import AsJson
-from equipoise.cli.output import show, table, warn
+from equipoise.cli.output import plots_missing, show, table, warn
 
 
 def benchmark(
@@ -52,13 +52,12 @@ def benchmark(
 
 def _draw(case: str, out: Path) -> list[str]:
     """The files of the figure of this case; none where matplotlib is missing."""
-    try:
-        from equipoise.plots import save
-        from equipoise.plots.benchmark import case_chart
-        from equipoise.plots.logs import open_runs
-    except ImportError as error:
-        if "equipoise[plots]" not in str(error):
-            raise
-        warn(str(error))
+    missing = plots_missing()
+    if missing:
+        warn(missing)
         return []
+    from equipoise.plots import save
+    from equipoise.plots.benchmark import case_chart
+    from equipoise.plots.logs import open_runs
+
     return [str(file) for file in save(case_chart(open_runs([out])[0], case), f"benchmark-{case}", out)]

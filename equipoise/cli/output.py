@@ -66,17 +66,25 @@ def _rich_table(columns: Sequence[str], rows: list[list[str]], numbers: list[boo
     return True
 
 
-def plots_or_exit() -> None:
-    """Import what figures need; without it the program ends with a line that says what to install."""
-    import typer
-
+def plots_missing() -> str | None:
+    """What to install for figures; None if everything is there."""
     try:
         import equipoise.plots  # noqa: F401
     except ImportError as error:
         if "equipoise[plots]" not in str(error):
             raise
-        typer.echo(f"equipoise: {error}", err=True)
-        raise typer.Exit(2) from error
+        return str(error)
+    return None
+
+
+def plots_or_exit() -> None:
+    """End the program with a line that says what to install, unless figures can be drawn."""
+    import typer
+
+    missing = plots_missing()
+    if missing:
+        typer.echo(f"equipoise: {missing}", err=True)
+        raise typer.Exit(2)
 
 
 def size(count: int | None) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from equipoise.cli.options import AsJson
-from equipoise.cli.output import show
+from equipoise.cli.output import plots_or_exit, show
 
 ALL = "all"
 
@@ -30,15 +30,9 @@ def plot(
     as_json: AsJson = False,
 ) -> None:
     """Draw figures from the logs of runs: PNG, SVG, and CSV with the plotted numbers."""
-    try:
-        from equipoise.plots import FIGURES, Drawn, draw, draw_all, open_runs
-    except ImportError as error:
-        if "equipoise[plots]" not in str(error):
-            raise
-        typer.echo(f"equipoise: {error}", err=True)
-        raise typer.Exit(2) from error
-
+    plots_or_exit()
     from equipoise._errors import unknown_name
+    from equipoise.plots import FIGURES, Drawn, draw, draw_all, open_runs
 
     if figure != ALL and figure not in FIGURES:
         raise unknown_name("figure", figure, [*FIGURES, ALL])
