@@ -275,14 +275,21 @@ class CaptureEngine:
             if self._restless:
                 raise CannotCapture(RESTLESS)
             return made
-        except RuntimeError as error:  # a cell may do what a graph cannot hold, e.g. read a value on the host
+        except Exception as error:  # a cell may do what a graph cannot hold, e.g. read a value on the host
             before.restore()  # the eager engine draws what it would have drawn
-            if not isinstance(error, CannotCapture) and problem.spec.device.type != "cuda":
+            if not isinstance(error, CannotCapture) and not _may_do_without(error, problem.spec.device):
                 raise
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             reason = first_line if isinstance(error, CannotCapture) else f"the cell cannot be recorded ({first_line})"
             remember(self._hopeless, key, reason, MOST_REMEMBERED)
             raise CannotCapture(reason) from error
+
+
+def _may_do_without(error: Exception, device: torch.device) -> bool:
+    """Whether the eager engine may do what could not be recorded: it launches other kernels, and may wait."""
+    from equipoise.ops._backend import is_compiler_error
+
+    return is_compiler_error(error) or (isinstance(error, RuntimeError) and device.type == "cuda")
 
 
 def _learned_form(solver: Solver, device: torch.device) -> Any:

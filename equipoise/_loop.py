@@ -26,8 +26,7 @@ from equipoise.solvers import Anderson, Broyden, HyperAnderson, Picard, Solver
 from equipoise.solvers._hyper_step import LearnedMemory, learned_step
 
 if TYPE_CHECKING:
-    from equipoise.ops import Standing
-    from equipoise.ops.hyper import HyperParts
+    from equipoise.ops import HyperParts, Standing
 
 Evaluate = Callable[[Leaves], Leaves]
 
@@ -66,6 +65,15 @@ def step_obstacle(solver: Solver, stop: Stop, spec: StateSpec) -> str | None:
     return None
 
 
+def _is_fused(solver: HyperAnderson, spec: StateSpec) -> bool:
+    """Whether a learned solver has a fused step here; without kernels there is nothing to gain by it."""
+    from equipoise.ops._backend import KERNEL_DTYPES
+    from equipoise.ops.hyper import supports
+
+    known = all(parameter.dtype in KERNEL_DTYPES for parameter in solver.parameters())
+    return spec.device.type == "cuda" and known and supports(solver.config, spec)
+
+
 @dataclass(frozen=True)
 class Method:
     """How a loop steps and when its systems end.
@@ -85,25 +93,21 @@ class Method:
     parts: "HyperParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        from equipoise.ops.hyper import HyperParts, supports
+        from equipoise.ops import HyperParts
 
         solver, problem = self.solver, self.problem
-        if not isinstance(solver, HyperAnderson) or problem is None or problem.spec.device.type != "cuda":
-            return  # without kernels there is nothing to gain
-        if supports(solver.config, problem.spec):
+        if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, problem.spec):
             object.__setattr__(self, "parts", HyperParts.of(solver, problem.spec))
 
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
-        from equipoise.ops import AndersonMemory, BroydenMemory
+        from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory
 
         if isinstance(self.solver, Anderson):
             return AndersonMemory.empty(z, self.solver.memory)
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
         if self.parts is not None:
-            from equipoise.ops.hyper import HyperMemory
-
             return HyperMemory.empty(z, self.parts)
         if isinstance(self.solver, HyperAnderson):
             assert self.problem is not None
@@ -123,7 +127,7 @@ class Method:
 
     def step(self, buffers: "Buffers", fz: Leaves) -> None:
         """One step in place, given f(z)."""
-        from equipoise.ops import anderson_step, broyden_step, picard_step
+        from equipoise.ops import anderson_step, broyden_step, hyper_step, picard_step
 
         z, standing, memory, solver = buffers.z, buffers.standing, buffers.memory, self.solver
         rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
@@ -133,8 +137,6 @@ class Method:
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
         elif self.parts is not None:
-            from equipoise.ops.hyper import hyper_step
-
             hyper_step(z, fz, memory, standing, self.parts, **rules)
         elif isinstance(solver, HyperAnderson):
             learned_step(z, fz, memory, standing, **rules)

@@ -8,6 +8,7 @@ docs/maths/kernels.md.
 from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
+from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
 from equipoise.ops.norm import group_norm, residual_norm
 from equipoise.ops.picard import picard_step
 from equipoise.ops.standing import Standing
@@ -17,6 +18,8 @@ from equipoise.ops.trellis import trellis_cell
 __all__ = [
     "AndersonMemory",
     "BroydenMemory",
+    "HyperMemory",
+    "HyperParts",
     "Standing",
     "anderson_step",
     "attend",
@@ -24,6 +27,7 @@ __all__ = [
     "drop_taps",
     "gather_taps",
     "group_norm",
+    "hyper_step",
     "low_rank_apply",
     "picard_step",
     "residual_norm",

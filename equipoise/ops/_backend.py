@@ -89,6 +89,11 @@ def _obstacle(tensors: list[Tensor]) -> str | None:
     return None
 
 
+def is_compiler_error(error: BaseException) -> bool:
+    """Whether Triton could not compile a kernel, or the device lacks what it takes; Triton need not be there."""
+    return any(base.__module__ == "triton.errors" for base in type(error).__mro__)
+
+
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None

@@ -139,6 +139,20 @@ PUBLISHED = {
 # Equilibria to learn from
 
 
+class NoEquilibriaError(ValueError):
+    """There is nothing to learn from."""
+
+    def __init__(self, model: nn.Module, settings: FitSettings, solved: bool) -> None:
+        kind = type(model).__name__
+        super().__init__(
+            f"{kind} has no equilibrium on these batches that {settings.solver!r} finds to a residual of "
+            f"{settings.accept:g} in {settings.stop.max_steps} steps: allow more (fit.stop.max_steps), or accept worse "
+            "ones (fit.accept)."
+            if solved
+            else f"{kind} solved for no equilibrium: is it a DEQ?"
+        )
+
+
 @dataclass(frozen=True)
 class Target:
     """One solve of a model, to be repeated by the learned solver.
@@ -321,9 +335,14 @@ class Balance:
         self.weights = weights
         self.sizes: list[Tensor] | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether there are values to divide by, all finite; waits for the device."""
+        return self.sizes is not None and bool(torch.stack(self.sizes).isfinite().all())
+
     def total(self, losses: Losses, progress: float) -> Tensor:
         """The sum that is minimised when this share of the steps has been made."""
-        if self.sizes is None or not all(size.isfinite() for size in self.sizes):
+        if not self.settled:
             parts = [part.detach() for part in losses.parts]
             sizes = [part.clamp_min(torch.finfo(part.dtype).tiny) for part in parts]
             self.sizes = sizes if self.weights.relative else [torch.ones_like(part) for part in parts]

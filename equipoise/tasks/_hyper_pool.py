@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise._module import LEARNED
 from equipoise._scope import SolveScope
 from equipoise._tree import tree_map
-from equipoise.tasks._hyper_losses import FitSettings, Forward, Target, find_targets
+from equipoise.tasks._hyper_losses import FitSettings, Forward, NoEquilibriaError, Target, find_targets
 
 
 class Pool:
@@ -31,6 +32,7 @@ class Pool:
         self, model: nn.Module, batches: Iterable[Any], settings: FitSettings, forward: Forward | None = None
     ) -> None:
         self.found_by = _found_by(settings)
+        self._weights = _versions(model)
         started, carry, shares = time.perf_counter(), None, []
         scope = constant_scope()
         self._batches: list[list[Target]] = []
@@ -41,13 +43,7 @@ class Pool:
             if any(usable):
                 self._batches.append([rebuilt(target, scope) for target in usable if target is not None])
         if not self._batches:
-            raise ValueError(
-                f"{type(model).__name__} has no equilibrium on these batches that {settings.solver!r} finds to a "
-                f"residual of {settings.accept:g} in {settings.stop.max_steps} steps: allow more (fit.stop.max_steps), "
-                "or accept worse ones (fit.accept)."
-                if shares
-                else f"{type(model).__name__} solved for no equilibrium: is it a DEQ?"
-            )
+            raise NoEquilibriaError(model, settings, solved=bool(shares))
         self.seconds, self.accepted = time.perf_counter() - started, sum(shares) / len(shares)
 
     def __len__(self) -> int:
@@ -60,6 +56,20 @@ class Pool:
     def serves(self, settings: FitSettings) -> bool:
         """Whether a fit with these settings would look for the same equilibria."""
         return self.found_by == _found_by(settings)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether these are equilibria of this model with the weights it has now."""
+        return self._weights == _versions(model)
+
+
+def _versions(model: nn.Module) -> list[tuple[int, int, int]]:
+    """Which parameters there are, and how often each was written to; learned solvers are no part of the model."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if LEARNED not in name.split("."):
+            version = 0 if parameter.is_inference() else parameter._version
+            found[id(parameter)] = (id(parameter), parameter.data_ptr(), version)
+    return list(found.values())
 
 
 def _found_by(settings: FitSettings) -> tuple[Any, ...]:

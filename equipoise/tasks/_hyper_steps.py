@@ -127,7 +127,8 @@ class Learner:
         if key is None or key in self._replays:
             return self._replays.get(key)
         self._seen[key] += 1
-        if self._seen[key] <= REHEARSED:
+        # Losses are divided by what they were at first; a recording would keep dividing by what is not finite.
+        if self._seen[key] <= REHEARSED or not self.balance.settled:
             return None
         state = [*self.solver.parameters(), *_tensors_of(self.optimiser)]
         before = [tensor.detach().clone() for tensor in state]

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from equipoise._errors import require_number
 from equipoise.solvers._hyper_choice import hyper_solver_for
 from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -28,6 +28,7 @@ from equipoise.tasks._hyper_losses import (
     Forward,
     Losses,
     LossWeights,
+    NoEquilibriaError,
     Target,
     evaluating,
     find_targets,
@@ -53,6 +54,7 @@ __all__ = [
     "LossWeights",
     "Losses",
     "Networks",
+    "NoEquilibriaError",
     "Pool",
     "Target",
     "Unread",
@@ -145,18 +147,23 @@ def fit_hyper_solver(
         solver: Go on with this one; by default one is made by `hyper_solver_for`.
         forward: How to run the model on a batch; by default it is called with it.
         pool: Equilibria found before, e.g. for another fit; `settings.pool` has them found here.
-        seconds: End after so many, if there are steps left then; schedules are shortened.
+        seconds: End after so many, if there are steps left then; schedules are shortened. Those of a pool found here
+            count.
         log: A file of JSON lines to write.
         log_every: Steps between them.
         progress: Whether to show a progress bar to a person at a terminal.
         **sizes: Of `hyper_solver_for`, where `solver` is not given.
     """
+    if seconds is not None:
+        require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
     started, fresh = time.perf_counter(), solver is None
     if pool is None and settings.pool is not None:
         pool = Pool(model, itertools.islice(_stream(batches), min(settings.pool, settings.steps)), settings, forward)
     elif pool is not None and not pool.serves(settings):
         raise ValueError("the pool was found with another solver, stop, accept or pool than the fit's settings say.")
-    targets = _targets(model, batches, settings, forward) if pool is None else map(pool.at, itertools.count())
+    elif pool is not None and not pool.is_of(model):
+        raise ValueError("the pool has equilibria of another model, or of this one with other weights: find them anew.")
+    targets = _targets(model, batches, settings, forward) if pool is None else _kept_targets(pool)
     if solver is None:
         first = pool.at(0) if pool else find_targets(model, next(_stream(batches)), settings, forward)[0]
         solver = _made_for(model, first, settings, sizes)
@@ -164,17 +171,18 @@ def fit_hyper_solver(
         raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
     if not solver.num_parameters:
         raise ValueError("this solver has nothing to learn: let it have an initialiser, weights or a step length.")
-    learner, kept, step = Learner(solver, settings), [], 0
+    learner, kept, shares, learned_from, step = Learner(solver, settings), [], 0.0, 0, 0
     with (
         _writer(log) as writer,
         _bar(settings.steps, progress) as bar,
         frozen(model, apart_from=solver),
         evaluating(model),
     ):
-        for step, found in zip(range(settings.steps), targets, strict=False):
+        for step, (found, accepted) in zip(range(settings.steps), targets, strict=False):
             share = max(step / settings.steps, (time.perf_counter() - started) / (seconds or math.inf))
             last = step == settings.steps - 1 or share >= 1
-            values = _learn(learner, found, min(share, 1.0), fresh)
+            values = {"accepted": accepted, **_learn(learner, found, min(share, 1.0), fresh)}
+            shares, learned_from = shares + accepted, learned_from + bool(found)
             bar.update()
             if step % log_every == 0 or last:
                 kept.append({name: float(value) for name, value in values.items()})
@@ -184,31 +192,37 @@ def fit_hyper_solver(
             if last:
                 break
     learner.release()
+    if not learned_from:
+        raise NoEquilibriaError(model, settings, solved=True)
     own, learned = solver.num_parameters, {id(parameter) for parameter in solver.parameters()}
     base = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in learned)
     record: dict[str, Any] = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started}
-    record |= {"steps": step + 1, "pool": None if pool is None else len(pool)}
+    record |= {"steps": step + 1, "pool": None if pool is None else len(pool), "accepted": shares / (step + 1)}
     record |= {"replayed": learner.replayed, "not_recorded": learner.obstacle}
     return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
 
 
 def _learn(learner: Learner, targets: Sequence[Target], share: float, fresh: bool) -> dict[str, Any]:
     """A step on the equilibria of a batch."""
-    if not targets:
-        return {"accepted": 0.0}
     # What makes weights Anderson's at first is not for fitted ones.
-    logged = learner.step(targets, share, share if fresh else 1.0)
-    return {"accepted": statistics.fmean(target.accepted for target in targets), **logged}
+    return learner.step(targets, share, share if fresh else 1.0) if targets else {}
 
 
 def _targets(
     model: nn.Module, batches: Iterable[Any] | Callable[[int], Any], settings: FitSettings, forward: Forward | None
-) -> Iterator[list[Target]]:
-    """The equilibria of batch after batch, those that are good enough."""
+) -> Iterator[tuple[list[Target], float]]:
+    """The equilibria of batch after batch, those that are good enough, and their share of all."""
     carry = None
     for batch in _stream(batches):
         targets, carry = find_targets(model, batch, settings, forward, carry)
-        yield [found for target in targets if (found := target.usable(settings.accept)) is not None]
+        usable = [found for target in targets if (found := target.usable(settings.accept)) is not None]
+        yield usable, sum(target.accepted for target in usable) / max(1, len(targets))
+
+
+def _kept_targets(pool: Pool) -> Iterator[tuple[list[Target], float]]:
+    """Likewise from a pool; what it left out is no part of its batches, so the share is that of all of them."""
+    for step in itertools.count():
+        yield pool.at(step), pool.accepted
 
 
 def _made_for(
@@ -218,7 +232,7 @@ def _made_for(
     if not targets:
         raise ValueError(f"{type(model).__name__} solved for no equilibrium on the first batch: is it a DEQ?")
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
+        torch.default_generator.manual_seed(settings.seed)  # not those of devices, whose numbers others draw
         return hyper_solver_for(targets[0].deq, *targets[0].inputs, base=model, **sizes)
 
 

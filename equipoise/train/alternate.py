@@ -12,7 +12,7 @@ from equipoise._errors import require_count
 from equipoise._module import DEQ, override
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import FitSettings, Forward, Networks, fit_hyper_solver
+from equipoise.tasks.hyper import FitSettings, Forward, Networks, NoEquilibriaError, fit_hyper_solver
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,13 @@ class Alternation:
             return None
         made = self.settings.solver.settings() if self.solver is None else {}
         settings = dataclasses.replace(self.settings.fit, steps=count)
-        fit = fit_hyper_solver(
-            model, lambda i: batches(step + i), settings, solver=self.solver, forward=forward, log_every=count, **made
-        )
+        made |= {"solver": self.solver, "forward": forward, "log_every": count}
+        try:
+            fit = fit_hyper_solver(model, lambda i: batches(step + i), settings, **made)
+        except NoEquilibriaError as error:
+            if self.solver is None:
+                raise
+            return {"steps": 0, "not_fitted": str(error)}  # the solver that there is goes on
         self.solver = fit.solver
         self.seconds += fit.record["seconds"]
         return {"steps": count, **fit.record}
@@ -103,11 +107,11 @@ class Alternation:
         if self.solver is None:
             yield
             return
-        changes: dict[str, Any] = {"solver": self.solver}
-        if self.settings.max_steps is not None:
-            deq = next(module for module in model.modules() if isinstance(module, DEQ))
-            changes["stop"] = deq.plan.stop.with_budget(self.settings.max_steps)
-        with override(model, **changes):
+        most, deqs = self.settings.max_steps, [module for module in model.modules() if isinstance(module, DEQ)]
+        stops = [{} if most is None else {"stop": deq.plan.stop.with_budget(most)} for deq in deqs]
+        with contextlib.ExitStack() as changed:
+            for deq, stop in zip(deqs, stops, strict=True):
+                changed.enter_context(override(deq, solver=self.solver, **stop))
             yield
 
     def state_dict(self) -> dict[str, Any]:

@@ -310,13 +310,13 @@ class CapturedSteps:
             raise CannotCapture(f"a batch of type {type(batch).__name__} has no attributes to copy")
         return (
             plan and (plan.phase, plan.plan, plan.penalty_weight > 0, plan.penalty_probes),
-            solver,
             blends,
             batch.rows,
             tuple(map(_form, _sources(batch, None, self.device))),
             tuple((name, getattr(batch, name)) for name in self._read),
             (*_forms(carry, "something carried on"), tree_flatten(carry)[1]),
             tuple(map(Tensor.data_ptr, self._tensors)),
+            solver and (solver, *map(Tensor.data_ptr, solver.parameters())),
         )
 
     def _kind(self, key: Any, blends: bool, rows: Rows) -> _Kind:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._errors import require_count
+from equipoise._errors import require_count, require_number
 from equipoise._fixed_point import solve
 from equipoise._module import DEQ, override
 from equipoise._stop import Stop
 from equipoise.adjoints import Implicit
-from equipoise.solvers import Solver, as_solver
+from equipoise.solvers import Solver, as_solver, fingerprint
 from equipoise.solvers._hyper_file import FILE as SOLVER
 from equipoise.solvers._hyper_file import WrongModelError, load_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -33,7 +33,7 @@ from equipoise.train.load import TrainedRun, load, open_run
 from equipoise.train.loop import LOG as METRICS
 from equipoise.train.loop import evaluate
 from equipoise.train.pareto import FILE as PARETO
-from equipoise.train.pareto import LEARNED, pareto_opened
+from equipoise.train.pareto import LEARNED, curves, pareto_opened
 from equipoise.train.tracking import environment, plain, read_metrics, write_json
 
 CLASSIC = ("anderson", "broyden")
@@ -43,9 +43,11 @@ FAR = 3  # times the unrolled steps, to which residuals are followed
 FEW_SYSTEMS = 128  # whose residuals are followed for a variant
 MANY_SYSTEMS = 1000  # likewise for the solver that is reported
 LEAST_SECONDS = 1.0  # that a fit gets, however little time is left
+REDRAWN = 30.0  # seconds between figures of a report that is not complete yet
 ANY = 1e30  # residual up to which held-out systems count: none is left out
 
 Say = Callable[[str], None]
+Points = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,16 @@ class Measuring:
         budgets: Numbers of steps at which metrics are taken.
         at: The number of steps of Anderson whose metric is to be reached.
         most: Batches to score on; None for all.
-        rounds: Timed calls of each candidate.
-        warmup: Calls before those.
+        rounds: Timed calls of each candidate, at most.
+        warmup: Calls before those, besides the scoring.
     """
 
     split: str = "valid"
     budgets: tuple[int, ...] = tuple(range(1, 13))
     at: int = 12
     most: int | None = None
-    rounds: int = 30
-    warmup: int = 20
+    rounds: int = 15
+    warmup: int = 5
 
     def __post_init__(self) -> None:
         for steps in self.budgets:
@@ -93,7 +95,9 @@ def study_run(
     """Fit solvers by recipes, several seeds each, measure them, and write a folder of small files.
 
     The first recipe is the one that is timed, and followed beyond its unrolled steps. The folder gets report.json,
-    pareto.json, README.md, the logs of the fits, and figures where matplotlib is installed.
+    pareto.json, README.md, the logs of the fits, and figures where matplotlib is installed. It is written again
+    whenever something was measured: if the work is ended early, it has what was found until then, and says what is
+    missing.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -110,48 +114,54 @@ def study_run(
         say: Told what is being done.
     """
     require_count("hyper", "seeds", seeds)
+    if seconds is not None:
+        require_number("hyper", "seconds", seconds, low=0.0, open_low=True)
     opened = open_run(run, measuring.split, data_dir, which=which, changes=changes)
-    others = {
-        Path(other).name: load(other, opened.device) for other in beside
-    }  # a wrong one is refused before any work
+    # A wrong one is refused before any work.
+    others = {Path(other).name: load(other, opened.device) for other in beside}
     check_writable(out)
     if opened.device.type != "cuda":
         say("there is no GPU: times per batch will be those of this processor")
     far = FAR * next(iter(recipes.values())).fit.unroll
-    study = _Study(opened, Path(run) / "hyper", measuring, far, say)
+    study = _Study(opened, Path(run) / "hyper", measuring, far, tuple(changes), say)
     fits = study.fits(recipes, seeds, seconds)
     if not fits:
         raise ValueError(f"none of the recipes suits this model: {'; '.join(study.skipped.values())}")
-    classic = {name: study.curve(as_solver(name), MANY_SYSTEMS) for name in CLASSIC}
     first = next(iter(fits))
-    curves = {
-        name: [study.kept_curve(fit, MANY_SYSTEMS if name == first else FEW_SYSTEMS) for fit in seeds]
-        for name, seeds in fits.items()
-    }
-    say("metric against time")
-    timed = study.pareto([fit.solver for fit in fits[first]], others)
-    record = {
-        "run": str(run),
-        "command": command,
-        "checkpoint": str(opened.folder),
-        "model": opened.config["model"]["name"],
-        "split": measuring.split,
-        "metric": opened.task.score,
-        "reported": first,
-        "unroll": recipes[first].fit.unroll,
-        "at": measuring.at,
-        "equilibrium": study.equilibrium(recipes[first].fit),
-        "classic": classic,
-        "variants": {
-            name: {"published": recipes[name].published, "fits": [fit.record for fit in fits[name]], "curves": found}
-            for name, found in curves.items()
+    report = _Report(
+        Path(out),
+        {
+            "run": str(run),
+            "command": command,
+            "checkpoint": str(opened.folder),
+            "model": opened.config["model"]["name"],
+            "split": measuring.split,
+            "metric": opened.task.score,
+            "reported": first,
+            "unroll": recipes[first].fit.unroll,
+            "at": measuring.at,
+            "skipped": study.skipped,
+            "environment": environment(),
         },
-        "skipped": study.skipped,
-        "environment": environment(),
-    }
-    return _write(
-        Path(out), plain(concluded(record, timed, _training_seconds(opened), recipes)), plain(timed), fits, say
+        fits,
+        recipes,
+        _training_seconds(opened),
+        say,
     )
+    say("metric against time")
+    timed = study.pareto([fit.solver for fit in fits[first]], others, report.timed)
+    scored = curves(timed)
+    report.record["equilibrium"] = study.equilibrium(recipes[first].fit)
+    report.record["classic"] = {
+        name: study.kept_curve(as_solver(name), study.folder / "classic" / name, MANY_SYSTEMS, *scored.get(name, ()))
+        for name in CLASSIC
+    }
+    for name, own in fits.items():
+        known = [(curve,) for curve in scored[LEARNED]] if name == first else [()] * len(own)
+        systems = MANY_SYSTEMS if name == first else FEW_SYSTEMS
+        found = [study.kept_curve(fit.solver, fit.folder, systems, *k) for fit, k in zip(own, known, strict=True)]
+        report.measured(name, found)
+    return report.write(complete=True)
 
 
 def _training_seconds(opened: TrainedRun) -> float | None:
@@ -171,8 +181,11 @@ class _Fitted:
 class _Study:
     """Fits and measurements of one run."""
 
-    def __init__(self, opened: TrainedRun, folder: Path, measuring: Measuring, far: int, say: Say) -> None:
+    def __init__(
+        self, opened: TrainedRun, folder: Path, measuring: Measuring, far: int, changes: tuple[str, ...], say: Say
+    ) -> None:
         self.opened, self.folder, self.measuring, self.far, self.say = opened, folder, measuring, far, say
+        self.changes, self.model_hash = changes, fingerprint(opened.model)
         self.skipped: dict[str, str] = {}
         self._pools: list[Pool] = []
         self._held: Pool | None = None
@@ -187,7 +200,8 @@ class _Study:
         for done, (name, seed) in enumerate(new):
             share = None if seconds is None else (started + seconds - time.perf_counter()) / (len(new) - done)
             if name not in self.skipped:
-                kept[name, seed] = self._fit(name, recipes[name], seed, share and max(share, LEAST_SECONDS))
+                least = None if share is None else max(share, LEAST_SECONDS)
+                kept[name, seed] = self._fit(name, recipes[name], seed, least)
         found: dict[str, list[_Fitted]] = {}
         for (name, _), fitted in kept.items():
             if fitted is not None:
@@ -202,10 +216,11 @@ class _Study:
         return self.folder / name / f"seed-{seed}"
 
     def _kept(self, name: str, recipe: HyperRecipe, seed: int) -> _Fitted | None:
-        """A solver that was fitted before, by the same recipe to the same weights."""
+        """A solver that was fitted before, by the same recipe to the same weights, on the same task."""
         folder = self._place(name, seed)
         record = _read(folder / FITTED)
-        if record is None or record.get("recipe") != plain(to_data(self._recipe(recipe, seed))):
+        wanted = {"recipe": plain(to_data(self._recipe(recipe, seed))), "changes": plain(self.changes)}
+        if record is None or any(record.get(name) != value for name, value in wanted.items()):
             return None
         try:
             return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
@@ -223,7 +238,7 @@ class _Study:
             self.skipped[name] = str(error)
             self.say(f"{name}: left out, {error}")
             return None
-        record["finding_seconds"] = pool.seconds
+        record |= {"finding_seconds": pool.seconds, "changes": self.changes}
         write_json(folder / FITTED, record)
         start, end = (record[key].get("end_residual", math.nan) for key in ("first", "last"))
         self.say(f"{name}, seed {seed}: {record['seconds']:.1f} s, residual {start:.1e} to {end:.1e}")
@@ -241,22 +256,36 @@ class _Study:
 
     # Measurements
 
-    def kept_curve(self, fit: _Fitted, systems: int) -> dict[str, Any]:
-        """The curve of a fitted solver, measured before or now."""
-        settings = plain({**to_data(self.measuring), "systems": systems, "steps": self.far})
-        kept = _read(fit.folder / MEASURED)
-        if kept is not None and kept["settings"] == settings:
+    def kept_curve(self, solver: Solver, folder: Path, systems: int, scored: Points = ()) -> dict[str, Any]:
+        """The curve of a solver, measured before or now.
+
+        Args:
+            solver: To be measured.
+            folder: Where the curve is kept.
+            systems: Whose residuals are followed.
+            scored: Points that were scored already.
+        """
+        m, path = self.measuring, folder / MEASURED
+        settings = plain({"split": m.split, "budgets": m.budgets, "most": m.most, "changes": self.changes})
+        settings |= {"systems": systems, "steps": self.far, "model": self.model_hash}
+        kept = _read(path)
+        if kept is not None and kept.get("settings") == settings:
             return dict(kept["curve"])
-        self.say(f"measuring {fit.folder.parent.name}, {fit.folder.name}")
-        curve = self.curve(fit.solver, systems)
-        write_json(fit.folder / MEASURED, {"settings": settings, "curve": curve})
+        self.say(f"measuring {folder.parent.name}, {folder.name}")
+        curve = self.curve(solver, systems, scored)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"settings": settings, "curve": curve})
         return curve
 
-    def curve(self, solver: Solver, systems: int) -> dict[str, Any]:
+    def curve(self, solver: Solver, systems: int, scored: Points = ()) -> dict[str, Any]:
         """Metrics after each number of steps, from none on, and relative residuals step by step."""
+        known = {point["steps"]: {name: point[name] for name in ("metric", "loss")} for point in scored}
         points = []
         with _eager(self.opened.model), torch.no_grad(), self.opened.autocast():
             for steps in (0, *self.measuring.budgets):
+                if steps in known:
+                    points.append({"steps": steps, **known[steps]})
+                    continue
                 # One step of which the measured iterate is returned is the start itself.
                 select = "last" if steps else "best"
                 stop = Stop(rtol=0.0, atol=0.0, max_steps=max(1, steps), select=select)
@@ -302,11 +331,13 @@ class _Study:
                 self._held = Pool(opened.model, _until(batches, MANY_SYSTEMS), settings, forward_of(opened))
         return self._held
 
-    def pareto(self, solvers: list[HyperAnderson], others: Mapping[str, nn.Module]) -> dict[str, Any]:
+    def pareto(
+        self, solvers: list[HyperAnderson], others: Mapping[str, nn.Module], each: Callable[[dict[str, Any]], None]
+    ) -> dict[str, Any]:
         """Metric and time of each solver after each number of steps, and of other models."""
         m = self.measuring
         chosen: dict[str, Any] = {"anderson": "anderson", LEARNED: solvers}
-        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others}
+        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others, "each": each}
         return pareto_opened(self.opened, chosen, m.budgets, split=m.split, most=m.most, **options)
 
 
@@ -346,19 +377,64 @@ def _read(path: Path) -> dict[str, Any] | None:
 # Files
 
 
-def _write(
-    out: Path, record: dict[str, Any], timed: dict[str, Any], fits: Mapping[str, Sequence[_Fitted]], say: Say
-) -> dict[str, Any]:
-    (out / "fits").mkdir(parents=True, exist_ok=True)
-    for name, seeds in fits.items():
-        for seed, fit in enumerate(seeds):
-            (out / "fits" / f"{name}-{seed}.jsonl").write_bytes((fit.folder / LOG).read_bytes())
-    write_json(out / PARETO, timed)
-    write_json(out / REPORT, record)
-    figures = _draw(out, record, say)
-    (out / "README.md").write_text(markdown(record, figures), encoding="utf-8")
-    files = [path for path in sorted(out.rglob("*")) if path.is_file()]
-    return {**record, "files": [str(path) for path in files]}
+class _Report:
+    """The folder of results, written again whenever there is more.
+
+    Args:
+        out: The folder.
+        record: What is known before anything was measured.
+        fits: The solvers.
+        recipes: Of the variants.
+        training: Seconds of training the model; None if unknown.
+        say: Told what is missing.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        record: dict[str, Any],
+        fits: Mapping[str, Sequence[_Fitted]],
+        recipes: Mapping[str, HyperRecipe],
+        training: float | None,
+        say: Say,
+    ) -> None:
+        self.out, self.record, self.fits, self.recipes = out, record, fits, recipes
+        self.training, self.say = training, say
+        self.timing: dict[str, Any] = {}
+        self.figures: list[str] = []
+        self._drawn = -math.inf
+        self.record["variants"] = {record["reported"]: self._variant(record["reported"])}
+        self._copy_logs()
+
+    def timed(self, timing: dict[str, Any]) -> None:
+        """Take in times and metrics, as far as they go."""
+        self.timing = timing
+        self.write()
+
+    def measured(self, name: str, found: list[dict[str, Any]]) -> None:
+        """Take in the curves of a variant."""
+        self.record["variants"][name] = {**self._variant(name), "curves": found}
+        self.write()
+
+    def write(self, complete: bool = False) -> dict[str, Any]:
+        """Write all files; figures not each time, unless this is the last one."""
+        record = plain(concluded(self.record, self.timing, self.training, self.recipes))
+        write_json(self.out / PARETO, self.timing)
+        write_json(self.out / REPORT, record)
+        if complete or time.perf_counter() - self._drawn > REDRAWN:
+            self.figures, self._drawn = _draw(self.out, record, self.say), time.perf_counter()
+        (self.out / "README.md").write_text(markdown(record, self.figures), encoding="utf-8")
+        files = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
+        return {**record, "files": [str(path) for path in files]}
+
+    def _variant(self, name: str) -> dict[str, Any]:
+        return {"published": self.recipes[name].published, "fits": [fit.record for fit in self.fits[name]]}
+
+    def _copy_logs(self) -> None:
+        (self.out / "fits").mkdir(parents=True, exist_ok=True)
+        for name, seeds in self.fits.items():
+            for seed, fit in enumerate(seeds):
+                (self.out / "fits" / f"{name}-{seed}.jsonl").write_bytes((fit.folder / LOG).read_bytes())
 
 
 def _draw(out: Path, record: dict[str, Any], say: Say) -> list[str]:
@@ -371,7 +447,9 @@ def _draw(out: Path, record: dict[str, Any], say: Say) -> list[str]:
             raise
         say(str(error))
         return []
-    charts = {"pareto": make_chart("pareto", [out]), "beyond": beyond_chart(record)}
+    charts = {"pareto": make_chart("pareto", [out])}
+    if "table" in record:  # residuals were followed
+        charts["beyond"] = beyond_chart(record)
     if len(record["variants"]) > 1:
         charts["ablations"] = ablation_chart(record)
     for name, chart in charts.items():

@@ -28,7 +28,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 def concluded(
     record: Mapping[str, Any], timed: Mapping[str, Any], training: float | None, recipes: Mapping[str, HyperRecipe]
 ) -> dict[str, Any]:
-    """The record of a study with all that follows from it.
+    """The record of a study with all that follows from it; it may lack curves, and numbers of steps, still.
 
     Args:
         record: Fits and curves.
@@ -36,11 +36,21 @@ def concluded(
         training: Seconds of training the model; None if unknown.
         recipes: Of the variants, which say what was published.
     """
-    return {
+    engines: dict[str, set[str]] = {}
+    for point in timed["points"]:
+        engines.setdefault(point["solver"], set()).add(point["engine"])
+    found = {
         **record,
         "speedup": timed["speedup"],
         "ahead": timed["ahead"],
+        "missing": timed["missing"],
+        "engines": {name: sorted(used) for name, used in engines.items()},
         "overhead": overhead(record["variants"][record["reported"]]["fits"], timed, training),
+    }
+    if "classic" not in record or "curves" not in record["variants"][record["reported"]]:
+        return found
+    return {
+        **found,
         "initialiser": initialiser_alone(record),
         "table": variants(record),
         "orderings": orderings(record, recipes),
@@ -61,6 +71,7 @@ def overhead(fits: Sequence[Mapping[str, Any]], timed: Mapping[str, Any], traini
         name: statistics.fmean(slope([(point["steps"], point["ms"]) for point in seed]) for seed in seeds)
         for name, seeds in curves(timed).items()
     }
+    ratio = found[LEARNED] / found["anderson"]
     return {
         "parameters": fits[0]["parameters"],
         "model_parameters": fits[0]["model_parameters"],
@@ -70,7 +81,7 @@ def overhead(fits: Sequence[Mapping[str, Any]], timed: Mapping[str, Any], traini
         "training_seconds": training,
         "time_share": None if not training else (seconds + finding) / training,
         "ms_per_step": found,
-        "step_ratio": found[LEARNED] / found["anderson"],
+        "step_ratio": ratio if math.isfinite(ratio) else None,
     }
 
 
@@ -170,7 +181,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: Any, digits: int = 4) -> str:
-    return "–" if value is None else f"{float(value):.{digits}g}"
+    return "–" if value is None or math.isnan(float(value)) else f"{float(value):.{digits}g}"
 
 
 def _spread(value: Mapping[str, Any], digits: int = 4) -> str:
@@ -181,18 +192,29 @@ def _spread(value: Mapping[str, Any], digits: int = 4) -> str:
 def markdown(record: Mapping[str, Any], figures: Sequence[str]) -> str:
     """The README of a folder of results."""
     device = ", ".join(record["environment"]["devices"])
+    fits = record["variants"][record["reported"]]["fits"]
+    steps = sorted({fit["steps"] for fit in fits})
+    made = f"{steps[0]:,}" + (f" to {steps[-1]:,}" if len(steps) > 1 else "")
     parts = [
         f"# Learned solvers for {record['model']}",
         f"`{record['command']}`" if record["command"] else "",
         f"Checkpoint `{record['checkpoint']}`, {record['split']} split, {device}, "
         f"torch {record['environment']['packages'].get('torch', '')}; "
-        f"{len(record['variants'][record['reported']]['curves'])} seeds of each solver, fitted with "
-        f"{record['unroll']} unrolled steps. ± is the standard deviation over seeds.",
+        f"seeds of each solver: {len(fits)}, fitted with {record['unroll']} unrolled steps and {made} steps of the "
+        f"optimiser, to the {100 * min(fit['accepted'] for fit in fits):.1f} % of the systems whose equilibrium was "
+        "found. ± is the standard deviation over seeds.",
         *(f"![{name}]({name}.png)" for name in figures if name == "pareto"),
         "## Faster at an equal metric",
         _speed(record),
         "## Overhead",
         _overhead(record["overhead"]),
+        *(_of_curves(record, figures) if "table" in record else ["Residuals have not been followed yet."]),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _of_curves(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
+    return [
         "## Beyond the unrolled steps",
         *(f"![{name}]({name}.png)" for name in figures if name == "beyond"),
         _beyond(record),
@@ -200,7 +222,6 @@ def markdown(record: Mapping[str, Any], figures: Sequence[str]) -> str:
         _alone(record),
         *(_ablations(record, figures) if len(record["variants"]) > 1 else ()),
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _speed(record: Mapping[str, Any]) -> str:
@@ -211,10 +232,12 @@ def _speed(record: Mapping[str, Any]) -> str:
         "" if found["over_budget"] is None else f" (over Anderson's time for all of them: {found['over_budget']:.2f})"
     )
     ahead = ", ".join(map(str, record["ahead"][LEARNED])) or "none"
+    missing = f" Not measured yet: {', '.join(map(str, record['missing']))} steps." if record["missing"] else ""
+    engines = "; ".join(f"{name} {' and '.join(used)}" for name, used in record["engines"].items())
     return (
         f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
         f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}. No worse than Anderson after these "
-        f"numbers of steps: {ahead}."
+        f"numbers of steps: {ahead}.{missing} Engine of the timed solves: {engines}."
     )
 
 
@@ -233,7 +256,7 @@ def _overhead(found: Mapping[str, Any]) -> str:
             "ms per step, against Anderson",
             _number(steps[LEARNED], 3),
             _number(steps["anderson"], 3),
-            f"{100 * float(found['step_ratio']):.0f} %",
+            "–" if found["step_ratio"] is None else f"{100 * float(found['step_ratio']):.0f} %",
         ],
     ]
     published = [PUBLISHED_SIZES, PUBLISHED_TIMES, "less than 100 %"]

@@ -1,32 +1,37 @@
 """Metric against time per batch, for several solvers and numbers of steps, and the speed-up at an equal metric."""
 
 import contextlib
+import copy
+import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from equipoise._errors import require_count, unknown_name
-from equipoise._module import DEQ, override, solutions_of
+from equipoise._module import DEQ, override
+from equipoise._solution import Solution
 from equipoise._stop import Stop
-from equipoise.bench.harness import in_turns
+from equipoise.bench.harness import FEWEST_ROUNDS, MOST_SECONDS, Sample, in_turns
 from equipoise.solvers import Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
+from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import Forward, call_model, evaluating
 from equipoise.tasks.hyper import forward_of
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
-if TYPE_CHECKING:
-    from equipoise.bench.harness import Sample
-
 FILE = "pareto.json"
 LEARNED = "hyper"
 TOLERANCE = 5e-3  # a metric so much worse still counts as equal
+FEWEST_CALLS = 2  # before the timing: a shape is recorded when it comes again
+MOST_RECORDINGS = 8  # calls after those, until one records nothing
 
 Score = Callable[[nn.Module, Sequence[Any]], Mapping[str, float]]
 """Metrics of a model on batches."""
@@ -46,13 +51,16 @@ def pareto(
     forward: Forward | None = None,
     others: Mapping[str, nn.Module] | None = None,
     select: str = "last",
-    warmup: int = 20,
-    rounds: int = 30,
+    warmup: int = 5,
+    rounds: int = 15,
+    each: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure how good a model is, and how long a batch takes, with each solver after each number of steps.
 
-    All is done in eval mode by the engine the model has. Candidates are timed in turns, each by its median, the device
-    idle before and after.
+    All is done in eval mode by the engine the model has. Every candidate is scored first, so that all has been run,
+    and recorded where that is done, many times before it is timed. Then candidates are timed in turns, each by its
+    median, the device idle before and after. Learned solvers that differ in nothing but weights take turns in one
+    recording, and share its time: they do the same work.
 
     Args:
         model: A DEQ, or a module that contains some.
@@ -63,42 +71,36 @@ def pareto(
         metric: Which of them counts.
         better: Whether a "lower" or a "higher" one is better.
         reference: The solver that speed-ups are over; the first by default.
-        at: The number of steps after which its metric is the one to reach; the most by default.
+        at: The number of steps after which its metric is the one to reach; the most by default. It is measured first.
         forward: How to run the model on a batch; by default it is called with it.
         others: Models to put beside it as single points, e.g. an explicit network, scored and timed alike.
         select: Which iterate is taken: the "last", after exactly so many evaluations, or the "best" one measured.
-        warmup: Calls before the timing.
-        rounds: Timed calls.
+        warmup: Calls before the timing, besides those of the scoring.
+        rounds: Timed calls, at most.
+        each: Gets the record after each number of steps, as far as it goes, e.g. to write it.
 
     Returns:
-        Plain values: `points` with solver, seed, steps, metric, milliseconds and residual; `speedup` by solver.
+        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds, residual and the engine that was
+        timed; `missing`, the numbers of steps that are still to be measured; `speedup` by solver.
     """
-    chosen = {name: _as_seeds(given) for name, given in solvers.items()}
-    reference, at = reference or next(iter(chosen)), at or max(budgets)
-    _check(model, chosen, budgets, reference, at, better)
-    batches = list(batches)
-    points: list[dict[str, Any]] = []
-    with _evaluating(model):
-        for steps in budgets:
-            stop = Stop(rtol=0.0, atol=0.0, max_steps=steps, select=select)
-            entries = [(name, seed, solver) for name, seeds in chosen.items() for seed, solver in enumerate(seeds)]
-            works = {f"{n}/{i}": _work(model, batches, forward, solver=s, stop=stop) for n, i, s in entries}
-            times = _times(works, model, warmup, rounds)
-            for name, seed, solver in entries:
-                with override(model, solver=solver, stop=stop):
-                    measured = _measured(model, batches, score, metric, times[f"{name}/{seed}"])
-                points.append({"solver": name, "seed": seed, "steps": steps, **measured})
-    for name, other in (others or {}).items():
-        with _evaluating(other):
-            times = _times({name: _work(other, batches, forward)}, other, warmup, rounds)
-            measured = _measured(other, batches, score, metric, times[name])
-        points.append({"solver": name, "seed": 0, "steps": None, **measured})
-    record = {"metric": metric, "better": better, "reference": reference, "at": at, "select": select, "points": points}
-    return {**record, "speedup": speedups(record), "ahead": steps_ahead(record), "environment": environment()}
-
-
-def _as_seeds(given: Solver | str | Sequence[Solver]) -> list[Solver]:
-    return [as_solver(given)] if isinstance(given, Solver | str) else [as_solver(one) for one in given]
+    kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given)]
+    reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
+    _check(model, solvers, budgets, reference, at, better)
+    bench = _Bench(list(batches), score, metric, forward, warmup, rounds)
+    head = {"metric": metric, "better": better, "reference": reference, "at": at, "select": select}
+    where = environment()
+    beside = [bench.beside(name, other) for name, other in (others or {}).items()]
+    found: dict[int, list[dict[str, Any]]] = {}
+    record: dict[str, Any] = {}
+    for steps in dict.fromkeys((at, *sorted(budgets))):
+        stop = Stop(rtol=0.0, atol=0.0, max_steps=steps, select=select)  # type: ignore[arg-type]
+        found[steps] = [{"steps": steps, **point} for point in bench.points(model, kinds, stop)]
+        points = [point for done in sorted(found) for point in found[done]]
+        record = {**head, "missing": sorted({*budgets} - {*found}), "points": [*points, *beside]}
+        record |= {"speedup": speedups(record), "ahead": steps_ahead(record), "environment": where}
+        if each is not None:
+            each(record)
+    return record
 
 
 def _check(
@@ -119,49 +121,159 @@ def _check(
 # Measuring
 
 
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    with evaluating(model), torch.no_grad():
-        yield
+@dataclass(frozen=True)
+class _Kind:
+    """Solvers of one name that differ in nothing but weights, so that one recording serves them all.
+
+    Attributes:
+        name: Of the solvers.
+        seeds: The solvers, by number.
+        worn: The one that is used; it takes over the weights of the others.
+    """
+
+    name: str
+    seeds: dict[int, Solver]
+    worn: Solver
+
+    def wear(self, seed: int) -> None:
+        """Have the weights of a solver, where the old ones were."""
+        if isinstance(self.worn, nn.Module) and self.worn is not self.seeds[seed]:
+            self.worn.load_state_dict(self.seeds[seed].state_dict())  # type: ignore[attr-defined]
 
 
-def _work(model: nn.Module, batches: list[Any], forward: Forward | None, **changes: Any) -> Callable[[], Any]:
-    """One batch, the second if there are two: it has a past, if batches have."""
-    run = forward or call_model
-
-    def changed() -> contextlib.AbstractContextManager[Any]:
-        return override(model, **changes) if changes else contextlib.nullcontext()
-
-    with changed():
-        carry = run(model, batches[0], None) if len(batches) > 1 else None
-    batch = batches[min(1, len(batches) - 1)]
-
-    def work() -> Any:
-        with changed():
-            return run(model, batch, carry)
-
-    return work
+def _kinds(name: str, given: Solver | str | Sequence[Solver]) -> list[_Kind]:
+    solvers = [as_solver(given)] if isinstance(given, Solver | str) else [as_solver(one) for one in given]
+    groups: dict[Any, dict[int, Solver]] = {}
+    for seed, solver in enumerate(solvers):
+        like = (solver.config, _form(solver)) if isinstance(solver, HyperAnderson) else seed
+        groups.setdefault(like, {})[seed] = solver
+    made = []
+    for seeds in groups.values():
+        first = next(iter(seeds.values()))
+        made.append(_Kind(name, seeds, copy.deepcopy(first) if len(seeds) > 1 else first))
+    return made
 
 
-def _times(works: Mapping[str, Callable[[], Any]], model: nn.Module, warmup: int, rounds: int) -> "dict[str, Sample]":
-    for work in works.values():
-        for _ in range(warmup):
+def _form(solver: HyperAnderson) -> tuple[Any, ...]:
+    return tuple((name, value.shape, value.dtype, value.device) for name, value in solver.state_dict().items())
+
+
+Entered = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Scores and times; see `pareto` for what it consists of."""
+
+    batches: list[Any]
+    score: Score
+    metric: str
+    forward: Forward | None
+    warmup: int
+    rounds: int
+
+    def points(self, model: nn.Module, kinds: Sequence[_Kind], stop: Stop) -> list[dict[str, Any]]:
+        """A point for each solver at one number of steps."""
+        entered = {place: partial(override, model, solver=kind.worn, stop=stop) for place, kind in enumerate(kinds)}
+        found = []
+        with evaluating(model), torch.no_grad():
+            for place, kind in enumerate(kinds):
+                for seed in kind.seeds:
+                    kind.wear(seed)
+                    with entered[place]():
+                        found.append((place, seed, self._scored(model)))
+            times = self._times(model, entered)
+        order = list(dict.fromkeys(kind.name for kind in kinds))
+        found.sort(key=lambda item: (order.index(kinds[item[0]].name), item[1]))
+        return [{"solver": kinds[place].name, "seed": seed, **scored, **times[place]} for place, seed, scored in found]
+
+    def beside(self, name: str, model: nn.Module) -> dict[str, Any]:
+        """The point of another model."""
+        with evaluating(model), torch.no_grad():
+            scored, times = self._scored(model), self._times(model, {0: contextlib.nullcontext})
+        return {"solver": name, "seed": 0, "steps": None, **scored, **times[0]}
+
+    def _scored(self, model: nn.Module) -> dict[str, Any]:
+        window = StatsWindow()
+
+        # Of the statistics alone: solutions of a whole split may be more than the device holds.
+        def note(deq: nn.Module, inputs: Any, solution: Solution) -> None:
+            window.add(solution.stats)
+
+        hooks = [deq.register_forward_hook(note) for deq in _deqs(model)]
+        try:
+            metrics = dict(self.score(model, self.batches))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if self.metric not in metrics:
+            raise unknown_name("metric", self.metric, metrics)
+        loss = float(metrics["loss"]) if "loss" in metrics else math.nan
+        return {"metric": float(metrics[self.metric]), "loss": loss, "residual": window.summary().get("residual_p50")}
+
+    def _times(self, model: nn.Module, entered: Mapping[int, Entered]) -> dict[int, dict[str, Any]]:
+        """Milliseconds of a batch in each of some contexts, in turns; entering one is not timed."""
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        works: dict[int, Callable[[], Any]] = {}
+        for place, enter in entered.items():
+            with enter():
+                works[place] = self._work(model)
+                self._warm_up(model, works[place])
+        seconds: dict[int, list[float]] = {place: [] for place in entered}
+        replays, others = dict.fromkeys(entered, 0), dict.fromkeys(entered, 0)
+        for done in range(1, self.rounds + 1):
+            for place, enter in entered.items():
+                with enter():
+                    before = _engine_counts(model)
+                    seconds[place].append(in_turns({"": works[place]}, device, rounds=1)[""].median)
+                    after = _engine_counts(model)
+                replays[place] += after[0] - before[0]
+                others[place] += after[1] - before[1]
+            taken = sum(map(sum, seconds.values())) / len(seconds)
+            if done >= FEWEST_ROUNDS and taken * (done + 1) / done > MOST_SECONDS:
+                break
+        return {
+            place: {**_milliseconds(values), "engine": _engine(replays[place], others[place])}
+            for place, values in seconds.items()
+        }
+
+    def _work(self, model: nn.Module) -> Callable[[], Any]:
+        """One batch, the second if there are two: it has a past, if batches have."""
+        run = self.forward or call_model
+        carry = run(model, self.batches[0], None) if len(self.batches) > 1 else None
+        return partial(run, model, self.batches[min(1, len(self.batches) - 1)], carry)
+
+    def _warm_up(self, model: nn.Module, work: Callable[[], Any]) -> None:
+        """Run it some times, and until nothing is recorded any more."""
+        for done in range(1, max(self.warmup, FEWEST_CALLS) + MOST_RECORDINGS):
+            before = _recorded(model)
             work()
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    return in_turns(works, device, rounds)
+            if done >= max(self.warmup, FEWEST_CALLS) and _recorded(model) == before:
+                return
 
 
-def _measured(model: nn.Module, batches: list[Any], score: Score, metric: str, time: "Sample") -> dict[str, Any]:
-    window = StatsWindow()
-    with solutions_of(model) as solutions:
-        metrics = dict(score(model, batches))
-    if metric not in metrics:
-        raise unknown_name("metric", metric, metrics)
-    for solution, used in solutions:
-        window.add(solution.stats, used.stop)
-    residual = window.summary().get("residual_p50")
-    quartiles = {"ms_low": 1e3 * time.low, "ms_high": 1e3 * time.high}
-    return {"metric": float(metrics[metric]), "ms": 1e3 * time.median, **quartiles, "residual": residual}
+def _deqs(model: nn.Module) -> list[DEQ]:
+    return [module for module in model.modules() if isinstance(module, DEQ)]
+
+
+def _recorded(model: nn.Module) -> int:
+    return sum(deq.capture.recorded for deq in _deqs(model))
+
+
+def _engine_counts(model: nn.Module) -> tuple[int, int]:
+    """Solves that were replays, and those that could not be."""
+    engines = [deq.capture for deq in _deqs(model)]
+    return sum(engine.replayed for engine in engines), sum(engine.fallbacks.total() for engine in engines)
+
+
+def _engine(replays: int, others: int) -> str:
+    """What solved: "captured", "eager", or some of each."""
+    return "eager" if not replays else "mixed" if others else "captured"
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
+    sample = Sample.of(seconds)
+    return {"ms": 1e3 * sample.median, "ms_low": 1e3 * sample.low, "ms_high": 1e3 * sample.high}
 
 
 # Conclusions
@@ -182,6 +294,9 @@ def curves(record: Mapping[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
 def time_to_reach(curve: Sequence[Mapping[str, Any]], target: float, better: str = "lower") -> float | None:
     """Milliseconds at which a curve first reaches a metric, by linear interpolation; None if it does not.
 
+    Nothing is extrapolated: where the first point is good enough, it is the time of that point; likewise where the
+    point before has no finite metric.
+
     Args:
         curve: Points by number of steps, with `metric` and `ms`.
         target: The metric to reach.
@@ -191,7 +306,7 @@ def time_to_reach(curve: Sequence[Mapping[str, Any]], target: float, better: str
     before: Mapping[str, Any] | None = None
     for point in curve:
         if sign * point["metric"] <= sign * target:
-            if before is None:
+            if before is None or not math.isfinite(before["metric"]):
                 return float(point["ms"])
             share = (before["metric"] - target) / (before["metric"] - point["metric"])
             return float(before["ms"] + share * (point["ms"] - before["ms"]))
@@ -203,17 +318,22 @@ def speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """How much sooner each solver reaches the metric that the reference has after `at` steps, within half a percent.
 
     `values` has a ratio for each seed, None where the metric is not reached: the time the reference needs for that
-    metric, over the seed's. It may need fewer than `at` steps; `over_budget` is over its time for all of them.
+    metric, over the seed's. It may need fewer than `at` steps; `over_budget` is over its time for all of them. Where
+    numbers of steps are missing still, curves count up to the first of them.
     """
-    found, better = curves(record), record["better"]
-    own = found[record["reference"]][0]
-    end = next(point for point in own if point["steps"] == record["at"])
+    found, better, missing = curves(record), record["better"], record.get("missing", ())
+    end = next(point for point in found[record["reference"]][0] if point["steps"] == record["at"])
     slack = TOLERANCE * abs(end["metric"])
     target = end["metric"] + (slack if better == "lower" else -slack)
-    needed = time_to_reach(own, target, better)
+
+    def reached(curve: Sequence[Mapping[str, Any]]) -> float | None:
+        # Not across a gap, where the curve is unknown.
+        return time_to_reach([p for p in curve if not missing or p["steps"] < min(missing)], target, better)
+
+    needed = reached(found[record["reference"]][0])
     said: dict[str, dict[str, Any]] = {}
     for name, seeds in found.items():
-        times = [time_to_reach(seed, target, better) for seed in seeds]
+        times = [reached(seed) for seed in seeds]
         values = [None if time is None or needed is None else needed / time for time in times]
         over = [None if time is None else end["ms"] / time for time in times]
         said[name] = {"target": target, "values": values, "mean": _mean(values), "over_budget": _mean(over)}
@@ -223,20 +343,22 @@ def speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def steps_ahead(record: Mapping[str, Any]) -> dict[str, list[int]]:
     """The numbers of steps after which the mean metric of each solver is no worse than the reference's."""
     sign = 1.0 if record["better"] == "lower" else -1.0
-    means = {name: _by_steps(seeds) for name, seeds in curves(record).items()}
+    means = {name: _by_steps(seeds, sign) for name, seeds in curves(record).items()}
     own = means[record["reference"]]
     return {
-        name: [steps for steps, value in values.items() if sign * value <= sign * own[steps]]
+        name: [steps for steps, value in values.items() if value <= own[steps] and value < math.inf]
         for name, values in means.items()
         if name != record["reference"]
     }
 
 
-def _by_steps(seeds: Sequence[Sequence[Mapping[str, Any]]]) -> dict[int, float]:
+def _by_steps(seeds: Sequence[Sequence[Mapping[str, Any]]], sign: float) -> dict[int, float]:
+    """Mean metrics, lower being better; infinite where one is not finite."""
     grouped: dict[int, list[float]] = {}
     for point in (point for seed in seeds for point in seed):
-        grouped.setdefault(point["steps"], []).append(point["metric"])
-    return {steps: statistics.fmean(values) for steps, values in grouped.items()}
+        grouped.setdefault(point["steps"], []).append(sign * point["metric"])
+    finite = {steps: all(map(math.isfinite, values)) for steps, values in grouped.items()}
+    return {steps: statistics.fmean(values) if finite[steps] else math.inf for steps, values in grouped.items()}
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -261,7 +383,7 @@ def pareto_run(
     force: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure a run's model by the protocol of `pareto`, and write RUN/pareto.json.
+    """Measure a run's model by the protocol of `pareto`, and write RUN/pareto.json, anew after each number of steps.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -282,10 +404,13 @@ def pareto_run(
         made = named_solver(name, opened.model, force=force)
         chosen.setdefault(LEARNED if name.startswith(PREFIX) else name, []).append(made)
     others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
-    measured = pareto_opened(opened, chosen, budgets, split=split, most=most, others=others, at=at, **options)
-    record = {"run": str(run), **measured}
-    write_json(Path(run) / FILE, record)
-    return record
+    path, head = Path(run) / FILE, {"run": str(run)}
+
+    def keep(record: dict[str, Any]) -> None:
+        write_json(path, {**head, **record})
+
+    options |= {"others": others, "at": at, "each": keep}
+    return {**head, **pareto_opened(opened, chosen, budgets, split=split, most=most, **options)}
 
 
 def pareto_opened(
@@ -295,6 +420,7 @@ def pareto_opened(
     *,
     split: str = "valid",
     most: int | None = None,
+    each: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Measure a run's model by the protocol of `pareto`.
@@ -305,9 +431,10 @@ def pareto_opened(
         budgets: Numbers of steps.
         split: Held-out data.
         most: Batches to score on; None for all.
+        each: See `pareto`.
         **options: Of `pareto`.
     """
-    task, device = opened.task, opened.device
+    task, device, head = opened.task, opened.device, {"checkpoint": str(opened.folder), "split": split}
 
     def score(model: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
         return evaluate(task, model, opened.splits, split, device, most=most)
@@ -315,6 +442,7 @@ def pareto_opened(
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
     options = {"metric": task.score, "score": score, "forward": forward_of(opened), **options}
+    if each is not None:
+        options["each"] = lambda record: each({**head, **record})
     with opened.autocast():
-        record = pareto(opened.model, batches, solvers, budgets, **options)
-    return {"checkpoint": str(opened.folder), "split": split, **record}
+        return {**head, **pareto(opened.model, batches, solvers, budgets, **options)}

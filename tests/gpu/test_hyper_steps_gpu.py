@@ -84,6 +84,8 @@ def test_a_report(tmp_path):
     record = study_run(run, recipes, tmp_path / "report", seeds=2, measuring=measuring)
     assert all(fit["replayed"] > 0 for variant in record["variants"].values() for fit in variant["fits"])
     assert "cuda" not in json.dumps(record["skipped"])
+    assert record["missing"] == []
+    assert record["engines"] == {"anderson": ["captured"], "hyper": ["captured"]}
     assert record["overhead"]["ms_per_step"]["hyper"] > 0
     assert (tmp_path / "report" / "README.md").is_file()
     shutil.rmtree(tmp_path / "report")

@@ -17,6 +17,7 @@ from equipoise.tasks.hyper import (
     Balance,
     FitSettings,
     LossWeights,
+    NoEquilibriaError,
     find_targets,
     fit_hyper_solver,
     hyper_step,
@@ -111,6 +112,23 @@ def test_random_numbers_of_others_are_not_drawn(deq):
     before = torch.random.get_rng_state()
     fit_hyper_solver(deq, batch, SHORT, **SIZES)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_random_numbers_of_devices_are_left_alone(deq, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", None)  # what torch.manual_seed calls
+    assert fit_hyper_solver(deq, batch, SHORT, **SIZES).record["steps"] == SHORT.steps
+
+
+def test_a_fit_without_any_equilibrium_is_an_error(deq):
+    solver = fit_hyper_solver(deq, batch, SHORT, **SIZES).solver
+    hopeless = FitSettings(steps=2, unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1))
+    with pytest.raises(NoEquilibriaError, match=r"finds to a residual of 1e-09 in 1 steps: allow more"):
+        fit_hyper_solver(deq, batch, hopeless, solver=solver)
+
+
+def test_no_time_is_no_limit_of_time(deq):
+    with pytest.raises(ValueError, match="seconds"):
+        fit_hyper_solver(deq, batch, SHORT, seconds=0.0, **SIZES)
 
 
 def test_a_seed_is_a_fit(deq):

@@ -136,6 +136,41 @@ def test_a_pool_found_otherwise_is_refused(deq):
         fit_hyper_solver(deq, batch, FitSettings(pool=1, accept=0.5), pool=pool, **SIZES)
 
 
+def test_a_pool_of_other_weights_is_refused(deq):
+    settings = dataclasses.replace(QUICK, pool=1)
+    pool = Pool(deq, [batch(0)], settings)
+    solver = fit_hyper_solver(deq, batch, settings, pool=pool, **SIZES).solver
+    with eq.override(deq, solver=solver):  # a learned solver is no part of the model
+        assert pool.is_of(deq)
+    with torch.no_grad():
+        deq.cell.outer.mul_(1.1)
+    with pytest.raises(ValueError, match="with other weights"):
+        fit_hyper_solver(deq, batch, settings, pool=pool, **SIZES)
+
+
+def test_the_share_of_what_was_found_counts_what_was_left_out(deq):
+    (target,), _ = find_targets(deq, batch(0), FitSettings(stop=ROUGH))
+    accept = float(target.residual.quantile(0.7))
+    settings = dataclasses.replace(QUICK, stop=ROUGH, accept=accept, steps=2)
+    share = float((target.residual <= accept).double().mean())
+    for pool in (None, 1):
+        fit = fit_hyper_solver(deq, [batch(0)], dataclasses.replace(settings, pool=pool), **SIZES)
+        assert fit.record["accepted"] == pytest.approx(share)
+        assert fit.record["last"]["accepted"] == pytest.approx(share)
+
+
+def test_nothing_is_recorded_before_losses_are_finite(deq):
+    solver = hyper_solver_for(deq, batch(0), **SIZES)
+    learner, (target,) = Learner(solver, FitSettings(unroll=2), record=True), find_targets(deq, batch(0), QUICK)[0]
+    broken = dataclasses.replace(target, root=[torch.full_like(leaf, math.inf) for leaf in target.root])
+    for _ in range(REHEARSED + 2):
+        learner.step([broken], 0.0, 0.0)
+    assert learner.replayed == 0
+    learner.step([target], 0.0, 0.0)
+    learner.step([target], 0.0, 0.0)
+    assert learner.replayed == 1
+
+
 def test_time_is_a_limit_and_schedules_follow(deq, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(hyper.time, "perf_counter", lambda: float(next(clock)))

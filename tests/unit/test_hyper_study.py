@@ -13,6 +13,7 @@ from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, fit_run
 from equipoise.train import hyper_study
+from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
 from equipoise.train.hyper_study import Measuring, study_run
@@ -75,7 +76,7 @@ def test_what_is_there_is_not_done_again(studied, not_drawn, monkeypatch, tmp_pa
     run, _, before, _ = studied
     for name in ("fit_opened", "pool_of"):
         monkeypatch.setattr(hyper_study, name, None)
-    monkeypatch.setattr(hyper_study._Study, "curve", lambda self, solver, systems: before["classic"]["anderson"])
+    monkeypatch.setattr(hyper_study._Study, "curve", None)
     chosen = {name: CHOSEN[name] for name in ("full", "softmax")}
     again = study_run(run, chosen, tmp_path, seeds=2, measuring=MEASURING)
     assert again["variants"] == before["variants"]
@@ -92,12 +93,54 @@ def test_other_settings_are_fitted_anew(studied, not_drawn, tmp_path):
     assert kept["recipe"]["fit"]["steps"] == kept["steps"] == 2
 
 
+def test_another_task_is_fitted_and_measured_anew(studied, not_drawn, tmp_path):
+    run = shutil.copytree(studied[0], tmp_path / "run")
+    said, changes = [], ["task.batch_size=4"]
+    chosen = {"full": CHOSEN["full"]}
+    study_run(run, chosen, tmp_path / "out", seeds=1, measuring=MEASURING, changes=changes, say=said.append)
+    assert any(line.startswith("full, seed 0") for line in said)
+    assert {"measuring classic, anderson", "measuring full, seed-0"} <= set(said)
+
+
+def test_a_report_that_is_ended_has_what_was_measured(studied, tmp_path, monkeypatch):
+    run, out = shutil.copytree(studied[0], tmp_path / "run"), tmp_path / "out"
+    times, done = pareto_module._Bench._times, []
+
+    def ended(self, model, entered):
+        done.append(1)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return times(self, model, entered)
+
+    monkeypatch.setattr(pareto_module._Bench, "_times", ended)
+    with pytest.raises(KeyboardInterrupt):
+        study_run(run, {"full": CHOSEN["full"]}, out, seeds=2, measuring=MEASURING)
+    kept = json.loads((out / "pareto.json").read_text())
+    assert kept["missing"] == [2]
+    assert {point["steps"] for point in kept["points"]} == {1, 4}
+    assert (out / "pareto.png").is_file()
+    text = (out / "README.md").read_text(encoding="utf-8")
+    assert "Not measured yet: 2 steps." in text
+    assert "## Overhead" in text
+    assert "Residuals have not been followed yet." in text
+
+
+def test_metrics_that_were_timed_are_those_of_the_curves(studied):
+    _, out, record, _ = studied
+    points = json.loads((out / "pareto.json").read_text())["points"]
+    for seed, curve in enumerate(record["variants"]["full"]["curves"]):
+        own = {p["steps"]: p["metric"] for p in points if (p["solver"], p["seed"]) == ("hyper", seed)}
+        assert {p["steps"]: p["metric"] for p in curve["points"] if p["steps"]} == own
+
+
 def test_little_time_ends_fits(studied, not_drawn, tmp_path, monkeypatch):
     run = shutil.copytree(studied[0], tmp_path / "run")
     monkeypatch.setattr(hyper_study, "LEAST_SECONDS", 1e-6)
     long = HyperRecipe(Networks(**SIZES), FitSettings(**{**vars(QUICK), "steps": 10**6}))
     record = study_run(run, {"full": long}, tmp_path / "out", seeds=2, seconds=0.01, measuring=MEASURING)
-    assert all(fit["steps"] == 1 for fit in record["variants"]["full"]["fits"])
+    assert all(fit["steps"] < 10 for fit in record["variants"]["full"]["fits"])
+    with pytest.raises(ValueError, match="seconds"):
+        study_run(run, {"full": long}, tmp_path / "out", seconds=0.0)
 
 
 def test_the_folder(studied):
@@ -274,15 +317,23 @@ def test_orderings():
 
 def timed(*solvers):
     points = [
-        {"solver": name, "seed": 0, "steps": k, "ms": 5 + each * k, "metric": 1.0}
+        {"solver": name, "seed": 0, "steps": k, "ms": 5 + each * k, "metric": 1.0, "engine": "eager"}
         for name, each in solvers
         for k in (1, 2, 3)
     ]
     speedup = {"hyper": {"target": 2.0, "values": [1.5, None], "mean": None, "over_budget": 2.5}}
-    return {"points": points, "speedup": speedup, "ahead": {"hyper": [1, 2]}}
+    return {"points": points, "speedup": speedup, "ahead": {"hyper": [1, 2]}, "missing": []}
 
 
-FIT = {"seconds": 3.0, "finding_seconds": 1.0, "parameters": 5, "model_parameters": 100, "share": 0.05}
+FIT = {
+    "steps": 1000,
+    "accepted": 0.975,
+    "seconds": 3.0,
+    "finding_seconds": 1.0,
+    "parameters": 5,
+    "model_parameters": 100,
+    "share": 0.05,
+}
 
 
 def test_overhead():
@@ -312,6 +363,8 @@ def test_the_text():
     )
     assert "| ms per step, against Anderson | 1 | 2 | 50 % | less than 100 % |" in text
     assert "| parameters | 5 | 100 | 5.00 % |" in text
+    assert "1,000 steps of the optimiser, to the 97.5 % of the systems whose equilibrium was found" in text
+    assert "Engine of the timed solves: anderson eager; hyper eager." in text
     assert "| seconds, fit and its equilibria against training | 3.0 + 1.0 | – | – |" in text
     assert "Below Anderson's at steps 2 of 1 to 2." in text
     assert "| the initialiser's state, no step | 10 |" in text

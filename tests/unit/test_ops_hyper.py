@@ -8,8 +8,8 @@ import torch
 import equipoise as eq
 from equipoise._problem import Problem, StateSpec
 from equipoise._stop import precision_floor
-from equipoise.ops import Standing
-from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step, obstacle, supports
+from equipoise.ops import HyperMemory, HyperParts, Standing, hyper_step
+from equipoise.ops.hyper import obstacle, supports
 from equipoise.solvers import HyperAnderson
 from equipoise.solvers._hyper_config import HyperConfig
 from tests.kernels import BACKENDS, FIXED, SCRIPTS, assert_same_standing, kernel_device, quiet_interpreter
@@ -208,6 +208,23 @@ def test_half_precision_rounds_what_is_stored_and_nothing_else(name, backend):
         half = (copy_of(*whole)[0], *half[1:])
 
 
+@pytest.mark.parametrize("name", SOME)
+def test_a_solver_in_half_precision(name):
+    """Its parameters in bfloat16; kernels compute with them in float32, the twin rounds in between."""
+    case = Case(name, n=1, memory=2)
+    case.solver.bfloat16()
+    parts = HyperParts.of(case.solver, case.problem.spec)
+    z = [[leaf.clone() for leaf in case.z] for _ in BACKENDS]
+    kept = [(HyperMemory.empty(leaves, parts), Standing.start(leaves)) for leaves in z]
+    assert kept[0][0].shares.dtype == torch.bfloat16
+    for _ in range(3):
+        images = case.images()
+        for leaves, (memory, standing), backend in zip(z, kept, BACKENDS, strict=True):
+            hyper_step(leaves, images, memory, standing, parts, stop=FIXED, backend=backend)
+    close(z[0], z[1], 3e-2)
+    close([kept[0][0].weights], [kept[1][0].weights], 3e-2)
+
+
 def test_rows_with_strides():
     """Leaves that are parts of wider ones, rings in another order."""
     case = Case("local, softmax", memory=1)
@@ -352,6 +369,32 @@ def test_what_it_does_not_do_for():
     images = HyperConfig("images", (3,))
     assert supports(images, maps)
     assert "not stored in the order" in obstacle(dataclasses.replace(images, compression="sketch"), maps)
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "batch_dims"),
+    [
+        (HyperConfig("sequence", (4,), local=True), [(2, 3, 5)], 1),  # features
+        (HyperConfig("sequence", (4,)), [(2, 3, 5)], 1),
+        (HyperConfig("sequence", (4,)), [(2, 3, 3, 4)], 1),  # axes
+        (HyperConfig("sequence", (4, 4), local=True), [(2, 3, 4), (2, 5, 4)], 1),  # positions
+        (HyperConfig("sequence", (4,)), [(2, 3, 4), (2, 3, 4)], 1),  # leaves
+        (HyperConfig("sequence", (4,)), [(2, 3, 4)], 0),
+        (HyperConfig("images", (3, 5)), [(2, 3, 4, 4), (2, 4, 2, 2)], 1),
+        (HyperConfig("any", (6,)), [(2, 3), (2, 3)], 1),
+    ],
+)
+def test_states_of_another_form(config, shapes, batch_dims):
+    """Kernels would read beyond the end of the weights."""
+    spec = StateSpec.of(tuple(torch.zeros(shape) for shape in shapes), batch_dims)
+    assert "it was made for" in obstacle(config, spec)
+    with pytest.raises(ValueError, match="no fused step for this solver: it was made for"):
+        HyperParts.of(HyperAnderson(config), spec)
+
+
+def test_sketches_are_for_states_of_any_size():
+    assert supports(HyperConfig("any", (6,)), StateSpec.of(torch.zeros(2, 3, 7)))
+    assert supports(HyperConfig("any", (6,)), StateSpec.of(torch.zeros(2, 3, 7), 2))
 
 
 def test_errors_say_what_to_do():

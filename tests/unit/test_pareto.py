@@ -76,6 +76,43 @@ def test_points_of_every_solver_seed_and_number_of_steps():
     json.dumps(record)
 
 
+def test_seeds_of_one_form_share_a_recording_and_have_metrics_of_their_own():
+    torch.manual_seed(0)
+    model, batches = Model(), [torch.randn(4, 6) for _ in range(2)]
+    model.deq.engine = "captured"
+    seeds = [HyperAnderson.for_any(6), HyperAnderson.for_any(6), HyperAnderson.for_any(6, memory=2)]
+    with torch.no_grad():
+        for number, seed in enumerate(seeds):
+            seed.step.out.bias.add_(0.1 * number)
+    before = [[p.detach().clone() for p in seed.parameters()] for seed in seeds]
+
+    def score(model, batches):
+        return {"size": sum(float(model(x).norm()) for x in batches)}
+
+    options = {"score": score, "metric": "size", "warmup": 0, "rounds": 3}
+    record = pareto(model, batches, {"anderson": "anderson", "hyper": seeds}, (3,), **options)
+    points = {(p["solver"], p["seed"]): p for p in record["points"]}
+    assert model.deq.capture.recorded == 3  # Anderson, the first two, the third
+    assert all(p["engine"] == "captured" for p in points.values())
+    assert points["hyper", 0]["ms"] == points["hyper", 1]["ms"]
+    model.deq.engine = "eager"
+    for number, seed in enumerate(seeds):
+        stop = eq.Stop(rtol=0, atol=0, max_steps=3, select="last")
+        with torch.no_grad(), eq.override(model, solver=seed, stop=stop):
+            assert points["hyper", number]["metric"] == pytest.approx(score(model.eval(), batches)["size"], rel=1e-5)
+        assert all(map(torch.equal, seed.parameters(), before[number]))
+    assert points["hyper", 0]["metric"] != points["hyper", 1]["metric"]
+
+
+def test_what_is_known_so_far_is_told_after_each_number_of_steps():
+    told = []
+    _, record = measure(each=told.append, others={"a layer": nn.Linear(6, 6)})
+    assert [part["missing"] for part in told] == [[1, 3], [3], []]
+    assert [{p["steps"] for p in part["points"]} for part in told] == [{6, None}, {1, 6, None}, {1, 3, 6, None}]
+    assert told[-1] == record
+    json.dumps(told)
+
+
 def test_the_iterate_after_exactly_so_many_evaluations_is_scored():
     _, record = measure()
     torch.manual_seed(0)
@@ -126,6 +163,28 @@ def test_the_time_to_reach_a_metric(target, expected):
     assert time_to_reach(points, target) == expected
     mirrored = [{**point, "metric": -point["metric"]} for point in points]
     assert time_to_reach(mirrored, -target, "higher") == expected
+
+
+def test_nothing_is_interpolated_from_what_is_not_finite():
+    points = curve((1.0, float("nan")), (2.0, 4.0), (3.0, 2.0))
+    assert time_to_reach(points, 4.0) == 2.0
+    assert time_to_reach(points, 3.0) == 2.5
+    other = curve((1.0, 9.0), (2.0, 3.0), (3.0, 2.0))
+    own = [{**p, "solver": "a", "seed": 0} for p in points] + [{**p, "solver": "b", "seed": 0} for p in other]
+    record = {"points": own, "better": "lower", "reference": "a", "at": 3}
+    assert steps_ahead(record) == {"b": [1, 2, 3]}
+    assert steps_ahead({**record, "reference": "b"}) == {"a": [3]}
+
+
+def test_speedups_stop_where_numbers_of_steps_are_missing():
+    slow = curve((1.0, 8.0), (2.0, 4.0), (3.0, 3.0), (4.0, 2.0), solver="anderson", seed=0)
+    quick = curve((0.5, 4.0), (1.0, 2.0), (1.5, 1.5), (2.0, 1.0), solver="hyper", seed=0)
+    record = {"points": [*slow, *quick], "better": "lower", "reference": "anderson", "at": 4, "missing": []}
+    assert speedups(record)["hyper"]["mean"] == pytest.approx(3.99 / 0.9975)
+    gap = {**record, "points": [p for p in record["points"] if p["steps"] != 3], "missing": [3]}
+    said = speedups(gap)["hyper"]
+    assert (said["values"], said["mean"]) == ([None], None)  # when the reference has it is not known
+    assert said["over_budget"] == pytest.approx(4.0 / 0.9975)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

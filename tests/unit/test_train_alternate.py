@@ -1,14 +1,15 @@
 """A learned solver during training: when it is fitted, what is used, what is saved."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 import equipoise as eq
-from equipoise import HyperAnderson
-from equipoise.tasks.hyper import FitSettings, Networks
+from equipoise import HyperAnderson, Stop
+from equipoise.tasks.hyper import FitSettings, Networks, NoEquilibriaError
 from equipoise.train.alternate import Alternate, Alternation
 from tests.unit.test_hyper_fit import Cell
 
@@ -57,6 +58,31 @@ def test_training_alternates():
     assert used[0][1] == own.stop.max_steps
     assert used[-1][1] == 5
     assert alternation.seconds > 0
+
+
+def test_a_solver_goes_on_where_nothing_new_can_be_learned():
+    deq = eq.DEQ(Cell(), engine="eager")
+    hopeless = dataclasses.replace(SETTINGS, fit=FitSettings(unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1)))
+    with pytest.raises(NoEquilibriaError):  # it would be the plain iteration
+        Alternation(hopeless).before(2, deq, batch)
+    fitted = Alternation(SETTINGS)
+    fitted.before(2, deq, batch)
+    alternation = Alternation(hopeless, fitted.solver)
+    record = alternation.before(5, deq, batch)
+    assert record["steps"] == 0
+    assert "allow more" in record["not_fitted"]
+    assert alternation.solver is fitted.solver
+
+
+def test_each_equilibrium_keeps_its_own_tolerance():
+    first, second = eq.DEQ(Cell(), stop=Stop(rtol=1e-2)), eq.DEQ(Cell(), stop=Stop(rtol=1e-5))
+    alternation = Alternation(SETTINGS)
+    alternation.before(2, first, batch)
+    with alternation.used(nn.ModuleList([first, second])):
+        stops = [deq.plan.stop for deq in (first, second)]
+        assert {type(deq.plan.solver) for deq in (first, second)} == {HyperAnderson}
+    assert [(stop.rtol, stop.max_steps) for stop in stops] == [(1e-2, 5), (1e-5, 5)]
+    assert second.plan.stop == Stop(rtol=1e-5)
 
 
 def test_it_goes_on_from_a_saved_state():

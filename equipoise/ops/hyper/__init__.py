@@ -31,8 +31,8 @@ def obstacle(config: HyperConfig, spec: "StateSpec | None" = None) -> str | None
 
     Args:
         config: Of the solver.
-        spec: Of the states, if it is known already; they must be stored in the order of their axes, unless only
-            averages of maps are asked for.
+        spec: Of the states, if it is known already; they must be of the form that the solver was made for, and stored
+            in the order of their axes, unless only averages of maps are asked for.
     """
     if config.weights not in ("shift", "softmax", "free"):
         return f"weights={config.weights!r} are not those of the network alone"
@@ -44,9 +44,23 @@ def obstacle(config: HyperConfig, spec: "StateSpec | None" = None) -> str | None
         return f"it holds {MOST_MEMORY} steps, not {config.memory}"
     if max(config.compressed, config.width) > MOST_WIDTH:
         return f"inner sizes above {MOST_WIDTH}"
-    if spec is not None and config.compression != "lowest" and any(order is not None for order in spec.orders):
+    return None if spec is None else _obstacle_of_form(config, spec)
+
+
+def _obstacle_of_form(config: HyperConfig, spec: "StateSpec") -> str | None:
+    """A kernel takes sizes for granted, and would read beyond the end of the weights."""
+    stored_otherwise = any(order is not None for order in spec.orders)
+    if stored_otherwise and (config.compression != "lowest" or spec.batch_dims != 1):
         return "the state is not stored in the order of its axes"
-    return None
+    events = [tuple(shape[spec.batch_dims :]) for shape in spec.shapes]
+    fits = len(events) == len(config.state)
+    if config.compression != "sketch":  # which is for any size
+        axes, features = (2, 1) if config.kind == "sequence" else (3, 0)
+        fits = fits and all(len(event) == axes for event in events)
+        fits = fits and tuple(event[features] for event in events) == config.state
+    if config.local:
+        fits = fits and len({event[0] for event in events}) == 1
+    return None if fits else f"it was made for {config.kind} of sizes {config.state}, not for systems {events}"
 
 
 def supports(config: HyperConfig, spec: "StateSpec | None" = None) -> bool:

@@ -170,7 +170,7 @@ def measure_positions(
     for tap in tl.static_range(3):
         read = taps_ptr + (tap * (COMPRESSED + MEMORY + 1) + numbers)[:, None] * WIDTH + unit[None, :]
         wanted = (numbers < COMPRESSED)[:, None] & (unit < WIDTH)[None, :]
-        weight = tl.load(read, mask=wanted, other=0.0)  # (FEW, INNER)
+        weight = tl.load(read, mask=wanted, other=0.0).to(tl.float32)  # (FEW, INNER)
         shares = shares + (tl.dot(few, weight, input_precision="tf32x3"),)
     rows = row * num_positions + position
     _network.remember_products(gram_ptr, rows, real, totals, count, MEMORY, INNER)
