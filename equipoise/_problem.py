@@ -82,7 +82,7 @@ class StateSpec:
             treedef,
             tuple(leaf.shape for leaf in leaves),
             tuple(leaf.dtype for leaf in leaves),
-            tuple(_storage_order(leaf) for leaf in leaves),
+            tuple(_storage_order(leaf) if batch_dims <= 1 else None for leaf in leaves),
             batch_dims,
             leaves[0].device,
         )

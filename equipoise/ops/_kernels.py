@@ -123,7 +123,9 @@ def judging(standing: _standing.Standing, rules: _standing.Rules) -> dict[str, A
     """What a kernel that calls `judge` takes for it, by the names that `judge` has for them, and `count_ptr`."""
     tensors = {name: getattr(standing, name) for name in ("residual", "latest", "status", "steps", "stalled", "limit")}
     numbers = {name: getattr(rules, name) for name in ("rtol", "atol", "diverge", "floor", "tiny", "eps")}
-    constants = {"PATIENCE": rules.plateau, "FIXED": rules.fixed, "LAST": rules.last}
+    # With a fixed budget there is one kernel: patience and the last iterate have no say in it.
+    patience, last = (0, False) if rules.fixed else (rules.plateau, rules.last)
+    constants = {"PATIENCE": patience, "FIXED": rules.fixed, "LAST": last}
     return {"count_ptr": standing.count, **{f"{k}_ptr": v for k, v in tensors.items()}, **numbers, **constants}
 
 

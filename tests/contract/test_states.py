@@ -389,3 +389,16 @@ def test_autocast_is_part_of_the_problem():
     assert int(solution.stats.steps.max()) < 60
     root = problems.tanh_root(W.double(), x.double())
     assert (solution.value - root).norm() <= 3e-2 * root.norm()
+
+
+def test_systems_in_two_axes_stay_apart_whatever_the_layout():
+    """A layout with channels last is one of the axes of a system; with two axes of systems it would mix them."""
+    torch.manual_seed(0)
+    x, rate = torch.randn(2, 3, 4, 5), torch.linspace(0.1, 0.95, 6).view(2, 3, 1, 1)
+    starts = [torch.zeros_like(x), torch.zeros_like(x, memory_format=torch.channels_last)]
+    found = [
+        eq.fixed_point(lambda z: torch.tanh(rate * z + x), z0, solver=eq.Picard(), stop=Stop(rtol=1e-5), batch_dims=2)
+        for z0 in starts
+    ]
+    assert torch.equal(found[0].stats.steps, found[1].stats.steps)
+    torch.testing.assert_close(found[0].value, found[1].value)

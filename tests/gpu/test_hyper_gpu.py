@@ -9,7 +9,9 @@ from torch import nn
 import equipoise as eq
 from equipoise.solvers import hyper_solver_for
 from equipoise.tasks.hyper import FitSettings, fit_hyper_solver
+from tests.captured import recordings_of
 from tests.gpu.devices import waiting_is_an_error
+from tests.unit.test_hyper_capture_fused import skewed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -206,6 +208,24 @@ def test_replays_wait_for_nothing_and_see_updates(name):
             captured = solved(auto, other, solver)
         assert close(captured.value, solved(deq, other, solver).value, CLOSE.get(name, 1e-4))
     assert (auto.capture.recorded, auto.capture.replayed) == (1, 7)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_last_systems_are_solved_alone(local):
+    """One hard system of 16 goes on in a batch of its own, with what is remembered of it."""
+    deq, _, x, scale = skewed(local)
+    deq, x, scale = deq.cuda().requires_grad_(False), x.cuda(), scale.cuda()
+    with torch.no_grad():
+        deq.engine = "eager"
+        eager = deq(x, scale)
+        deq.engine = "captured"
+        for _ in range(4):
+            captured = deq(x, scale)
+            assert close(captured.value, eager.value)
+            assert torch.equal(captured.stats.status, eager.stats.status)
+            assert (captured.stats.steps - eager.stats.steps).abs().max() <= 2
+    assert 1 in recordings_of(deq)[0].forward.levels
+    assert (deq.capture.recorded, deq.capture.replayed) == (1, 4)
 
 
 @pytest.mark.parametrize("name", ["local", "images", "any"])

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 FIXED = eq.Stop(rtol=0, max_steps=1000)
-TOLERANCE = eq.Stop(rtol=1e-3, max_steps=100)
+TOLERANCE = eq.Stop(rtol=1e-2, max_steps=100)
 STEPS = 24
 # batch, positions, features, inner sizes of the networks within 4 % of such a cell
 SHAPES = {
@@ -196,8 +196,8 @@ def test_a_solver_in_half_precision(name):
         twin, fz = solve.copied(), solve.image()
         solve.step(fz)
         twin.step(fz, "naive")
-        assert error(solve.z, [leaf.double() for leaf in twin.z]) < 1e-2
-        torch.testing.assert_close(solve.memory.weights, twin.memory.weights, rtol=2e-2, atol=2e-2)
+        assert error(solve.z, [leaf.double() for leaf in twin.z]) < 1e-3
+        torch.testing.assert_close(solve.memory.weights, twin.memory.weights, rtol=0, atol=2e-3)
 
 
 def assert_replays(make, stop):
@@ -219,6 +219,7 @@ def assert_replays(make, stop):
     assert all(torch.equal(a, b) for a, b in zip(solve.standing.best, recorded.standing.best, strict=True))
     assert torch.equal(solve.standing.status, recorded.standing.status)
     assert solve.standing.residual.max() < 0.1
+    assert stop.fixed_budget or (solve.standing.status == int(eq.Status.CONVERGED)).all()
 
 
 # What a step costs
