@@ -83,7 +83,7 @@ class Learner:
         on_cuda = self.device.type == "cuda"
         # A recording reads the rate where it was when it was made.
         rate = torch.tensor(settings.learning_rate, device=self.device) if on_cuda else settings.learning_rate
-        self.optimiser = torch.optim.Adam(solver.parameters(), rate, fused=on_cuda)
+        self.optimiser = torch.optim.Adam(solver.parameters(), rate, fused=True)  # one that can refuse a step by itself
         self.record = on_cuda if record is None else record
         self.obstacle = "what is evaluated again in the backward pass is not recorded" if settings.checkpoint else None
         self.replayed = 0
@@ -119,7 +119,7 @@ class Learner:
     def _step(self, targets: Sequence[Target], progress: float) -> dict[str, Tensor]:
         self.optimiser.zero_grad(set_to_none=True)
         record = gradients(self.solver, targets, self.settings, self.balance, progress=progress)
-        return {**record, "skipped": apply_if_finite(self.optimiser, record["gradient"])}
+        return {**record, "skipped": _apply_or_refuse(self.optimiser, record["gradient"])}
 
     def _replay(self, targets: Sequence[Target]) -> "_Replay | None":
         """What replays a step on these, once the shape has come often enough."""
@@ -151,6 +151,16 @@ def apply_if_finite(optimiser: torch.optim.Optimizer, size: Tensor) -> Tensor:
     return torch.tensor(float(not finite))
 
 
+def _apply_or_refuse(optimiser: torch.optim.Optimizer, size: Tensor) -> Tensor:
+    """The same with a fused optimiser, without a look at any number."""
+    refused = (~size.isfinite()).float()
+    optimiser.found_inf = refused  # type: ignore[attr-defined]
+    optimiser.step()
+    optimiser.found_inf = None  # type: ignore[attr-defined]
+    optimiser.zero_grad(set_to_none=True)
+    return refused
+
+
 class _Replay:
     """Steps on targets of one shape: the first is recorded, on buffers of its own.
 
@@ -179,18 +189,13 @@ class _Replay:
                 group["capturable"] = False
 
     def _run(self) -> None:
-        """One step, without a look at any number: a gradient that is not finite is taken as zero."""
-        learner, optimiser = self.learner, self.learner.optimiser
-        parameters = list(learner.solver.parameters())
+        """One step, on leaves of its own."""
+        learner, parameters = self.learner, list(self.learner.solver.parameters())
         with self.aliases:
             record = gradients(learner.solver, self.targets, learner.settings, learner.balance, self.weights.unbind())
-        finite = record["gradient"].isfinite()
         for parameter, alias in zip(parameters, self.aliases.of(parameters), strict=True):
-            parameter.grad = None if alias.grad is None else torch.where(finite, alias.grad, 0.0)
-            alias.grad = None
-        optimiser.step()
-        optimiser.zero_grad(set_to_none=True)
-        self.record = {**record, "skipped": 1.0 - finite.float()}
+            parameter.grad, alias.grad = alias.grad, None
+        self.record = {**record, "skipped": _apply_or_refuse(learner.optimiser, record["gradient"])}
 
     def __call__(self, targets: Sequence[Target], weights: Sequence[float]) -> dict[str, Tensor]:
         copy_all(self.places, _tensors(targets))
