@@ -128,30 +128,32 @@ def study_run(
     if not fits:
         raise ValueError(f"none of the recipes suits this model: {'; '.join(study.skipped.values())}")
     first = next(iter(fits))
-    report = _Report(
-        Path(out),
-        {
-            "run": str(run),
-            "command": command,
-            "checkpoint": str(opened.folder),
-            "model": opened.config["model"]["name"],
-            "split": measuring.split,
-            "metric": opened.task.score,
-            "reported": first,
-            "unroll": recipes[first].fit.unroll,
-            "at": measuring.at,
-            "skipped": study.skipped,
-            "environment": environment(),
-        },
-        fits,
-        recipes,
-        _training_seconds(opened),
-        say,
-    )
-    say("metric against time")
-    timed = study.pareto([fit.solver for fit in fits[first]], others, report.timed)
-    scored = curves(timed)
-    report.record["equilibrium"] = study.equilibrium(recipes[first].fit)
+    facts = {**_facts(opened, run, measuring, command), "reported": first, "unroll": recipes[first].fit.unroll}
+    report = _Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
+    _measure(study, report, others, recipes[first].fit)
+    return report.write(complete=True)
+
+
+def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: str) -> dict[str, Any]:
+    """What was looked at, and how."""
+    return {
+        "run": str(run),
+        "command": command,
+        "checkpoint": str(opened.folder),
+        "model": opened.config["model"]["name"],
+        "split": measuring.split,
+        "metric": opened.task.score,
+        "at": measuring.at,
+        "environment": environment(),
+    }
+
+
+def _measure(study: "_Study", report: "_Report", others: Mapping[str, nn.Module], settings: FitSettings) -> None:
+    """Metric against time first, then residuals step by step; the report is written after each."""
+    fits, first = report.fits, report.record["reported"]
+    study.say("metric against time")
+    scored = curves(study.pareto([fit.solver for fit in fits[first]], others, report.timed))
+    report.record["equilibrium"] = study.equilibrium(settings)
     report.record["classic"] = {
         name: study.kept_curve(as_solver(name), study.folder / "classic" / name, MANY_SYSTEMS, *scored.get(name, ()))
         for name in CLASSIC
@@ -161,7 +163,6 @@ def study_run(
         systems = MANY_SYSTEMS if name == first else FEW_SYSTEMS
         found = [study.kept_curve(fit.solver, fit.folder, systems, *k) for fit, k in zip(own, known, strict=True)]
         report.measured(name, found)
-    return report.write(complete=True)
 
 
 def _training_seconds(opened: TrainedRun) -> float | None:

@@ -39,7 +39,7 @@ def relative(a, b):
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 
-def compare(operation, sources, tolerance):
+def assert_same_by_both(operation, sources, tolerance):
     """Values by kernels and by twins to a relative error; gradients to 2e-3 at least: some rectifiers are undecided."""
     ours, theirs = (operation(backend) for backend in ("auto", "naive"))
     assert "Norm" in type(ours.grad_fn).__name__ or "Residual" in type(ours.grad_fn).__name__
@@ -58,7 +58,7 @@ def compare(operation, sources, tolerance):
 def test_normalised_and_rectified(size, dtype, layout):
     n, c, groups, *pixels = size
     x, weight, bias = normal(n, c, *pixels, dtype=dtype, layout=layout), normal(c), normal(c)
-    compare(
+    assert_same_by_both(
         lambda backend: group_norm(x, groups, weight, bias, relu=True, backend=backend),
         (x, weight, bias),
         1e-5 if dtype == torch.float32 else 1e-2,
@@ -74,7 +74,7 @@ def test_normalised_and_rectified(size, dtype, layout):
 def test_enlarged_and_added(small, large, enlarge, dtype, layout):
     x, plus = normal(8, 32, *small, dtype=dtype, layout=layout), normal(8, 32, *large, dtype=dtype, layout=layout)
     weight, bias = normal(32), normal(32)
-    compare(
+    assert_same_by_both(
         lambda backend: group_norm(x, 8, weight, bias, plus, enlarge=enlarge, relu=True, backend=backend),
         (x, weight, bias, plus),
         1e-5 if dtype == torch.float32 else 1e-2,
@@ -89,7 +89,7 @@ def test_the_end_of_a_residual_block(size, dtype, layout):
     t, x = (normal(n, c, *pixels, dtype=dtype, layout=layout) for _ in range(2))
     z, weights = normal(n, c, *pixels, layout=layout), [normal(c) for _ in range(4)]
     mask = ((torch.rand(n, c, 1, 1, device="cuda") >= 0.3) / 0.7).to(dtype)
-    compare(
+    assert_same_by_both(
         lambda backend: residual_norm(
             t, z, groups, tuple(weights[:2]), tuple(weights[2:]), mask=mask, x=x, backend=backend
         )[0],

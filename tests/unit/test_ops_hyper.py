@@ -94,7 +94,7 @@ def tensors_of(z, memory, standing):
     return [tensor.clone() for tensor in (*z, *memory.images, *memory.residuals, *standing.best, *rows)]
 
 
-def close(ours, theirs, tolerance):
+def assert_near(ours, theirs, tolerance):
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -128,10 +128,10 @@ def test_twin_is_the_solver(name, memory_format):
         images = case.images()
         expected, state = case.solver.propose(case.problem, expected, images, state)
         hyper_step(z, images, memory, standing, case.parts, stop=FIXED)
-        close(z, expected, tolerance)
+        assert_near(z, expected, tolerance)
         filled = min(k + 1, case.parts.memory)
-        close([memory.weights.flatten(0, 1)[:, -filled:]], [state.weights], tolerance)
-        close([memory.mixing.flatten()], [state.mixing], tolerance)
+        assert_near([memory.weights.flatten(0, 1)[:, -filled:]], [state.weights], tolerance)
+        assert_near([memory.mixing.flatten()], [state.mixing], tolerance)
     assert int(standing.count) == steps
 
 
@@ -163,7 +163,7 @@ def test_kernels_are_the_twin(small_blocks, name):
         for (z, memory, standing), backend in ((kernel, "triton"), (twin, "naive")):
             hyper_step(z, images, memory, standing, case.parts, stop=FIXED, backend=backend)
         assert_same_standing(kernel[2], dataclasses.replace(twin[2], best=kernel[2].best))
-        close(tensors_of(*kernel), tensors_of(*twin), 1e-4)
+        assert_near(tensors_of(*kernel), tensors_of(*twin), 1e-4)
         assert all(torch.isfinite(leaf).all() for leaf in kernel[0])
         twin = copy_of(*kernel)  # so that rounding does not add up
 
@@ -176,7 +176,7 @@ def test_kernels_at_their_own_block_sizes(name):
         images = case.images()
         for (z, memory, standing), backend in ((kernel, "triton"), (twin, "naive")):
             hyper_step(z, images, memory, standing, case.parts, stop=FIXED, backend=backend)
-    close(kernel[0], twin[0], 1e-4)
+    assert_near(kernel[0], twin[0], 1e-4)
 
 
 def test_maps_with_channels_last(small_blocks):
@@ -186,7 +186,7 @@ def test_maps_with_channels_last(small_blocks):
         images = case.images()
         for (z, memory, standing), backend in ((kernel, "triton"), (twin, "naive")):
             hyper_step(z, images, memory, standing, case.parts, stop=FIXED, backend=backend)
-    close(kernel[0], twin[0], 1e-4)
+    assert_near(kernel[0], twin[0], 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -201,10 +201,10 @@ def test_half_precision_rounds_what_is_stored_and_nothing_else(name, backend):
         exact = [leaf.float() for leaf in images]
         hyper_step(whole[0], exact, *whole[1:], case.parts, stop=FIXED, backend="naive")
         # One unit, not half of one: the interpreter truncates where a GPU rounds. Weights differ by what products do.
-        close([x.float() for x in half[1].residuals], whole[1].residuals, 8e-3)
-        close(half[1].images, whole[1].images, 0.0)
-        close(half[0], whole[0], 3e-2)
-        close([half[2].latest], [whole[2].latest], 1e-5)
+        assert_near([x.float() for x in half[1].residuals], whole[1].residuals, 8e-3)
+        assert_near(half[1].images, whole[1].images, 0.0)
+        assert_near(half[0], whole[0], 3e-2)
+        assert_near([half[2].latest], [whole[2].latest], 1e-5)
         half = (copy_of(*whole)[0], *half[1:])
 
 
@@ -221,8 +221,8 @@ def test_a_solver_in_half_precision(name):
         images = case.images()
         for leaves, (memory, standing), backend in zip(z, kept, BACKENDS, strict=True):
             hyper_step(leaves, images, memory, standing, parts, stop=FIXED, backend=backend)
-    close(z[0], z[1], 3e-2)
-    close([kept[0][0].weights], [kept[1][0].weights], 3e-2)
+    assert_near(z[0], z[1], 3e-2)
+    assert_near([kept[0][0].weights], [kept[1][0].weights], 3e-2)
 
 
 def test_rows_with_strides():
@@ -271,8 +271,8 @@ def test_kernels_and_twin_judge_alike(small_blocks, name):
         for (z, memory, standing), backend in ((kernel, "triton"), (twin, "naive")):
             hyper_step(z, [fz], memory, standing, case.parts, stop=stop, floor=2e-6, backend=backend)
         assert_same_standing(kernel[2], dataclasses.replace(twin[2], best=kernel[2].best))
-        close(kernel[2].best, twin[2].best, 1e-4)
-        close(kernel[0], twin[0], 1e-4)
+        assert_near(kernel[2].best, twin[2].best, 1e-4)
+        assert_near(kernel[0], twin[0], 1e-4)
         running = (kernel[2].status < 0)[:, None]
         kernel[0][0].copy_(torch.where(running, case.z[0], kernel[0][0]))  # else steps would add up
         twin = copy_of(*kernel)
@@ -326,7 +326,7 @@ def test_twin_ends_where_the_driver_does(name, stop):
     for _ in range(stop.max_steps):
         floor = precision_floor(torch.float64)
         hyper_step(z, f(z), memory, standing, case.parts, stop=stop, floor=floor, backend="naive")
-    close(z if stop.select == "last" else standing.best, spec.flatten(solution.value), 1e-10)
+    assert_near(z if stop.select == "last" else standing.best, spec.flatten(solution.value), 1e-10)
     if not stop.fixed_budget:
         assert torch.equal(standing.status.long(), solution.stats.status.long())
         assert torch.equal(standing.steps.long(), solution.stats.steps)
