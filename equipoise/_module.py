@@ -235,6 +235,11 @@ def _expect_no_solvers(module: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [key for key in keys.missing_keys if f"{LEARNED}." not in key]
 
 
+def deqs_in(model: nn.Module) -> list[DEQ]:
+    """The DEQs of a model, itself included."""
+    return [module for module in model.modules() if isinstance(module, DEQ)]
+
+
 @contextmanager
 def override(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
     """Change the solver, adjoint or stop rule of every DEQ in `model`, training and eval plans alike, for a while.
@@ -243,7 +248,7 @@ def override(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
         model: A DEQ or a module that contains some.
         **changes: `solver`, `adjoint` or `stop`.
     """
-    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
+    deqs = deqs_in(model)
     if not deqs:
         raise ValueError(f"override: {type(model).__name__} contains no DEQ.")
     before = [(deq, deq.plan, deq.eval_plan) for deq in deqs]
@@ -267,7 +272,7 @@ def solutions_of(model: nn.Module) -> Iterator[list[tuple[Solution, Plan]]]:
         plan = module.plan if module.training or module.eval_plan is None else module.eval_plan
         found.append((solution, plan))
 
-    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, DEQ)]
+    hooks = [deq.register_forward_hook(note) for deq in deqs_in(model)]
     try:
         yield found
     finally:

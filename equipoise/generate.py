@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
-from equipoise.train.load import autocast_of, find_checkpoint, load, read_config
+from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config
 from equipoise.train.schedule import keyed_uniform
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
@@ -194,7 +194,7 @@ def sample_text(
 def _vocabulary(run: Path) -> Vocabulary:
     path = run / "vocabulary.json"
     if not path.is_file():
-        path = find_checkpoint(run).parent.parent / "vocabulary.json"
+        path = home_of(find_checkpoint(run)) / "vocabulary.json"
     if not path.is_file():
         raise FileNotFoundError(f"{run} has no vocabulary.json: it is not the run of a language model.")
     return vocabulary_from_state(json.loads(path.read_text(encoding="utf-8")))

@@ -314,7 +314,8 @@ def learned_results(part: Part) -> dict[str, Any]:
 
 def mean_steps(opened: TrainedRun, solver: eq.Solver) -> float:
     """Steps that a solver needs on held-out text, the mean over sequences."""
-    stop, forward, steps, carry = eq.Stop(rtol=REACHED, max_steps=60), forward_of(opened), [], None
+    forward, stop = forward_of(opened.task, opened.device), eq.Stop(rtol=REACHED, max_steps=60)
+    steps, carry = [], None
     with torch.no_grad(), eq.override(opened.model, solver=solver, stop=stop):
         for batch in islice(opened.splits.held_out["valid"](), SCORED):
             with solutions_of(opened.model) as solutions:

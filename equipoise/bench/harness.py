@@ -8,10 +8,11 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from equipoise._registry import Registry
 from equipoise._tape import tape_for
 
 Work = Callable[[], Any]
+Key = TypeVar("Key", bound=Hashable)
 CaseFunction = Callable[[Sequence[str], torch.device, int], "list[Row]"]
 
 TINY = "tiny"  # the shape that every case has, and that no case measures unless it is asked for
@@ -179,12 +181,13 @@ class Row:
 
 
 def in_turns(
-    works: Mapping[str, Work],
+    works: Mapping[Key, Work],
     device: torch.device,
     rounds: int = 15,
     units: int = 1,
     most_seconds: float = MOST_SECONDS,
-) -> dict[str, Sample]:
+    around: Callable[[Key], AbstractContextManager[Any]] = lambda name: nullcontext(),
+) -> dict[Key, Sample]:
     """Time pieces of work, one after another in each of several rounds.
 
     Args:
@@ -193,12 +196,14 @@ def in_turns(
         rounds: How often, at most.
         units: What a piece of work consists of; times are divided by it.
         most_seconds: There are no more rounds once a candidate has taken so long on average, and had a few.
+        around: What a piece of work is done in; entering and leaving it is not timed.
     """
     clock: Callable[[Work], float] = _on_cuda if device.type == "cuda" else _on_host
-    seconds: dict[str, list[float]] = {name: [] for name in works}
+    seconds: dict[Key, list[float]] = {name: [] for name in works}
     for done in range(1, rounds + 1):
         for name, work in works.items():
-            seconds[name].append(clock(work) / units)
+            with around(name):
+                seconds[name].append(clock(work) / units)
         taken = units * sum(map(sum, seconds.values())) / len(works)
         if done >= FEWEST_ROUNDS and taken * (done + 1) / done > most_seconds:
             break

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._module import DEQ, override, solutions_of
+from equipoise._module import DEQ, deqs_in, override, solutions_of
 from equipoise._solution import Solution, Stats
 from equipoise._stop import Stop
 from equipoise._tree import tree_map, tree_tensors
@@ -93,7 +93,7 @@ def _gradient(
     model: nn.Module, inputs: tuple[Any, ...], loss: Callable[[Any], Tensor]
 ) -> tuple[Tensor, list[Solution]]:
     """The parameter gradient as one float64 vector, and the solutions met on the way."""
-    if not any(isinstance(module, DEQ) for module in model.modules()):
+    if not deqs_in(model):
         raise ValueError(f"audit_gradient: {type(model).__name__} contains no DEQ.")
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from equipoise import _leaves
 from equipoise._compat import reenter_autocast
 from equipoise._errors import require_count, require_number, unknown_name
-from equipoise._module import DEQ, override
+from equipoise._module import DEQ, deqs_in, override
 from equipoise._problem import Problem
 from equipoise._solution import Solution
 from equipoise._stop import Stop, tiny_norm
@@ -216,7 +216,7 @@ def find_targets(
         start, root = (problem.start(tree) for tree in (deq.start(*inputs) if z0 is None else z0, solution.value))
         targets.append(Target(problem, start, [leaf.clone() for leaf in root], solution.stats.residual, deq, inputs))
 
-    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
+    deqs = deqs_in(model)
     with override(model, solver=settings.solver, stop=settings.stop), torch.no_grad(), evaluating(model):
         hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
         try:

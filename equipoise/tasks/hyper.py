@@ -39,6 +39,7 @@ from equipoise.tasks._hyper_pool import Pool
 from equipoise.tasks._hyper_steps import Learner, apply_if_finite, gradients
 
 if TYPE_CHECKING:
+    from equipoise.tasks.base import Task
     from equipoise.train.load import TrainedRun
     from equipoise.train.tracking import MetricsWriter
 
@@ -339,11 +340,11 @@ class Unread(dict[str, Any]):
         """Take nothing in."""
 
 
-def forward_of(opened: "TrainedRun") -> Forward:
-    """How a run's model is run on a batch of its task."""
+def forward_of(task: "Task", device: torch.device) -> Forward:
+    """How a model is run on a batch of its task."""
 
     def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
-        return opened.task.evaluation_step(model, batch.to(opened.device), carry, Unread())  # type: ignore[arg-type]
+        return task.evaluation_step(model, batch.to(device), carry, Unread())  # type: ignore[arg-type]
 
     return forward
 
@@ -357,7 +358,9 @@ def pool_of(opened: "TrainedRun", settings: FitSettings, count: int) -> Pool:
         count: Batches.
     """
     with opened.autocast():
-        return Pool(opened.model, map(opened.splits.train, range(count)), settings, forward_of(opened))
+        return Pool(
+            opened.model, map(opened.splits.train, range(count)), settings, forward_of(opened.task, opened.device)
+        )
 
 
 def fit_opened(
@@ -385,7 +388,7 @@ def fit_opened(
             opened.splits.train,
             recipe.fit,
             solver=solver,
-            forward=forward_of(opened),
+            forward=forward_of(opened.task, opened.device),
             log=log,
             **options,
         )

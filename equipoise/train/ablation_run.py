@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from equipoise._module import DEQ
+from equipoise._module import deqs_in
 from equipoise._stop import Stop
 from equipoise.train.ablation import INTERRUPTED, JOB, RESULT
 from equipoise.train.checkpoint import list_checkpoints
@@ -67,7 +67,7 @@ def run_job(folder: str | Path, data_dir: str | None = None) -> dict[str, Any] |
 def _scores(opened: TrainedRun, scoring: dict[str, Any]) -> dict[str, Any]:
     """Scores at each budget, and of the solve to a tolerance; a model without equilibria has one score."""
     split = scoring["split"]
-    if not any(isinstance(module, DEQ) for module in opened.model.modules()):
+    if not deqs_in(opened.model):
         return {"scores": [{"steps": None, **score(opened, split)}], "converged": None}
     own = plan_of(opened.model).stop
     stops = [own.with_budget(budget) for budget in scoring["budgets"]] or [own]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from equipoise._errors import require_count
-from equipoise._module import DEQ, override
+from equipoise._module import deqs_in, override
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks.hyper import FitSettings, Forward, Networks, NoEquilibriaError, fit_hyper_solver
@@ -107,7 +107,7 @@ class Alternation:
         if self.solver is None:
             yield
             return
-        most, deqs = self.settings.max_steps, [module for module in model.modules() if isinstance(module, DEQ)]
+        most, deqs = self.settings.max_steps, deqs_in(model)
         stops = [{} if most is None else {"stop": deq.plan.stop.with_budget(most)} for deq in deqs]
         with contextlib.ExitStack() as changed:
             for deq, stop in zip(deqs, stops, strict=True):

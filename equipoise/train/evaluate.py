@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from equipoise._errors import unknown_name
-from equipoise._module import DEQ, Plan, override
+from equipoise._module import Plan, deqs_in, override
 from equipoise.solvers import named_solver
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
@@ -145,7 +145,7 @@ def score_run(
     if steps:
         sweep = Sweep("stop", "max_steps", tuple(steps))
     opened = opened or open_run(run, split, data_dir, which=which, changes=changes)
-    deqs = [module for module in opened.model.modules() if isinstance(module, DEQ)]
+    deqs = deqs_in(opened.model)
     if (sweep or solver) and not deqs:
         raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
     opened.task.metrics()  # imports what the first score would else be charged for
@@ -176,7 +176,7 @@ def _shown(values: Sequence[Any]) -> Sequence[Any]:
 
 def plan_of(model: nn.Module) -> Plan:
     """The plan of evaluations of a model with equilibria."""
-    deq = next(module for module in model.modules() if isinstance(module, DEQ))
+    deq = next(iter(deqs_in(model)))
     return deq.eval_plan or deq.plan
 
 

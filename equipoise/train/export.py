@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.train.checkpoint import CONFIG, MODEL, save_checkpoint
 from equipoise.train.evaluate import SOLVED
-from equipoise.train.load import find_checkpoint, load, read_config
+from equipoise.train.load import find_checkpoint, home_of, load, read_config
 from equipoise.train.tracking import read_metrics
 
 CARD, METRICS, ENVIRONMENT = "README.md", "metrics.jsonl", "env.json"
@@ -30,8 +30,7 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
     folder, out = find_checkpoint(run, which), Path(out)
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MODEL).is_file())):
         raise FileExistsError(f"export: {out} is there and is not an exported model; give a new folder.")
-    home = folder.parent.parent if folder.parent.name == "checkpoints" else folder
-    model, config = load(folder), read_config(folder)
+    home, model, config = home_of(folder), load(folder), read_config(folder)
     card = _card(out.name, home, config, sum(p.numel() for p in model.parameters()), dtype)
     save_checkpoint(out, model, config, save_dtype=dtype)
     for name in ("vocabulary.json", "classes.json"):

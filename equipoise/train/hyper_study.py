@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._fixed_point import solve
-from equipoise._module import DEQ, override
+from equipoise._module import deqs_in, override
 from equipoise._stop import Stop
 from equipoise.adjoints import Implicit
 from equipoise.solvers import Solver, as_solver, fingerprint
@@ -29,7 +29,7 @@ from equipoise.tasks.hyper import LOG, FitSettings, HyperRecipe, Pool, fit_opene
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.config import to_data
 from equipoise.train.hyper_summary import concluded, markdown
-from equipoise.train.load import TrainedRun, load, open_run
+from equipoise.train.load import TrainedRun, home_of, load, open_run
 from equipoise.train.loop import LOG as METRICS
 from equipoise.train.loop import evaluate
 from equipoise.train.pareto import FILE as PARETO
@@ -167,7 +167,7 @@ def _measure(study: "_Study", report: "_Report", others: Mapping[str, nn.Module]
 
 def _training_seconds(opened: TrainedRun) -> float | None:
     """What training took, by the run's log; None if there is none."""
-    log = opened.folder.parent.parent / METRICS
+    log = home_of(opened.folder) / METRICS
     records = read_metrics(log) if log.is_file() else []
     return float(records[-1]["seconds"]) if records and "seconds" in records[-1] else None
 
@@ -329,7 +329,9 @@ class _Study:
             opened, settings = self.opened, FitSettings(accept=ANY)
             batches = opened.splits.held_out[self.measuring.split]()
             with opened.autocast():
-                self._held = Pool(opened.model, _until(batches, MANY_SYSTEMS), settings, forward_of(opened))
+                self._held = Pool(
+                    opened.model, _until(batches, MANY_SYSTEMS), settings, forward_of(opened.task, opened.device)
+                )
         return self._held
 
     def pareto(
@@ -355,7 +357,7 @@ def _until(batches: Any, systems: int) -> Iterator[Any]:
 @contextlib.contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
     """Solves by the eager engine: recording each solver for each number of steps takes longer than solving once."""
-    deqs = [module for module in model.modules() if isinstance(module, DEQ)]
+    deqs = deqs_in(model)
     before = [deq.engine for deq in deqs]
     try:
         for deq in deqs:

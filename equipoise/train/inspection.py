@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count
 from equipoise._fixed_point import solve
-from equipoise._module import DEQ, Plan, solutions_of
+from equipoise._module import DEQ, Plan, deqs_in, solutions_of
 from equipoise._solution import EquilibriumWarning, Solution, Status
 from equipoise._stop import Stop
 from equipoise._tree import Tree, tree_tensors
@@ -135,7 +135,7 @@ def _watched(model: nn.Module) -> Iterator[list[_Solved]]:
         plan = deq.plan if deq.training or deq.eval_plan is None else deq.eval_plan
         found.append(_Solved(deq.start(*inputs) if given is None else given, plan, solution))
 
-    hooks = [m.register_forward_hook(note, with_kwargs=True) for m in model.modules() if isinstance(m, DEQ)]
+    hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs_in(model)]
     try:
         yield found
     finally:
@@ -149,7 +149,7 @@ def _equilibrium(
     """What concerns the equilibrium, or nothing and a note."""
     nothing: dict[str, Any] = {"spectral_radius": None, "gradient": None, "convergence": {}, "resolutions": {}}
     nothing["steps"] = None
-    if not _deqs(opened.model):
+    if not deqs_in(opened.model):
         notes.append("The model has no equilibrium: only memory and time of a training step were measured.")
         return nothing
     say(f"solving {batches} batches of {split}")
@@ -182,10 +182,6 @@ def _radius(solution: Solution) -> Tensor:
     return spectral_radius(part, part.spec.unflatten([leaf[:_SYSTEMS] for leaf in leaves]))
 
 
-def _deqs(model: nn.Module) -> list[DEQ]:
-    return [module for module in model.modules() if isinstance(module, DEQ)]
-
-
 @torch.no_grad()
 def _solve_batches(opened: TrainedRun, split: str, batches: int) -> list[_Solved]:
     """The first solves of a split, memory carried from batch to batch."""
@@ -216,7 +212,7 @@ class _Objective(nn.Module):
 def _gradient(opened: TrainedRun, notes: list[str]) -> dict[str, Any]:
     """The gradient by the plan of training, on a training batch, without dropout."""
     model = copy.deepcopy(opened.model)
-    for deq in _deqs(model):
+    for deq in deqs_in(model):
         deq.eval_plan = None
     with opened.autocast():
         audit = audit_gradient(_Objective(model, opened), _training_batch(opened), lambda loss: loss, stop=_TRUTH)
@@ -281,7 +277,7 @@ def _training_step(
     opened: TrainedRun, depths: Sequence[int], notes: list[str], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Memory and time of a training step of the model, and of its explicit twins."""
-    model, equilibrium = opened.model, bool(_deqs(opened.model))
+    model, equilibrium = opened.model, bool(deqs_in(opened.model))
     if equilibrium and not hasattr(model, "explicit"):
         notes.append(f"{type(model).__name__} has no explicit twin (explicit(depth)) to compare memory and time with.")
     cases: dict[str, tuple[int | None, float]] = {"DEQ" if equilibrium else opened.config["model"]["name"]: (None, 0.0)}

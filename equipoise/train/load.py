@@ -63,6 +63,11 @@ def find_checkpoint(path: str | Path, which: str = "best") -> Path:
     return folder
 
 
+def home_of(checkpoint: Path) -> Path:
+    """Where what belongs to a checkpoint lies, e.g. a vocabulary: the folder of its run, or of the export itself."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint
+
+
 def _read_best(root: Path) -> Path | None:
     try:
         best = read_best(root)
@@ -192,7 +197,7 @@ def _check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> Non
     if known is not None and given > known:
         raise ValueError(f"the data have {given:,} kinds of tokens, the model in {folder} knows {known:,}; {_SAME}")
     for name, values in task.artifacts().items():
-        path = folder / name if (folder / name).is_file() else folder.parent.parent / name  # exported, or of a run
+        path = home_of(folder) / name
         if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != json.loads(json.dumps(values)):
             raise ValueError(f"the data give another {name} than {path}, with which the model was trained; {_SAME}")
 

@@ -18,7 +18,7 @@ from equipoise._module import solutions_of
 from equipoise._solution import EquilibriumWarning
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
-from equipoise.tasks.hyper import Unread
+from equipoise.tasks.hyper import forward_of
 from equipoise.train.alternate import Alternation
 from equipoise.train.captured_step import CapturedSteps, Pass, obstacle
 from equipoise.train.checkpoint import (
@@ -192,14 +192,9 @@ class _Run:
         if alternation is None or self.schedule is None or self.schedule.at(self.state.step).phase == "warmup":
             return
 
-        def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
-            return self.task.evaluation_step(model, batch, carry, Unread())  # type: ignore[arg-type]
-
         self.schedule.at(self.state.step).apply(self.model)
         with self.accelerator.autocast():
-            fitted = alternation.before(
-                self.state.step, self.model, lambda step: self.splits.train(step).to(device), forward
-            )
+            fitted = alternation.before(self.state.step, self.model, self.splits.train, forward_of(self.task, device))
         if fitted is not None:
             self._write(log, {"hyper": fitted})
             self.pace.restart()

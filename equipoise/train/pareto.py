@@ -4,7 +4,7 @@ import contextlib
 import copy
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from equipoise._errors import require_count, unknown_name
-from equipoise._module import DEQ, override
+from equipoise._module import deqs_in, override
 from equipoise._solution import Solution
 from equipoise._stop import Stop
-from equipoise.bench.harness import FEWEST_ROUNDS, MOST_SECONDS, Sample, in_turns
+from equipoise.bench.harness import Sample, in_turns
 from equipoise.solvers import Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -114,7 +114,7 @@ def _check(
         require_count("pareto", "budgets", steps)
     if at not in budgets:
         raise ValueError(f"pareto: at={at} is not among the budgets {', '.join(map(str, budgets))}.")
-    if not any(isinstance(module, DEQ) for module in model.modules()):
+    if not deqs_in(model):
         raise ValueError(f"pareto: {type(model).__name__} contains no DEQ, so there is no solver to vary.")
 
 
@@ -200,7 +200,7 @@ class _Bench:
         def note(deq: nn.Module, inputs: Any, solution: Solution) -> None:
             window.add(solution.stats)
 
-        hooks = [deq.register_forward_hook(note) for deq in _deqs(model)]
+        hooks = [deq.register_forward_hook(note) for deq in deqs_in(model)]
         try:
             metrics = dict(self.score(model, self.batches))
         finally:
@@ -219,22 +219,21 @@ class _Bench:
             with enter():
                 works[place] = self._work(model)
                 self._warm_up(model, works[place])
-        seconds: dict[int, list[float]] = {place: [] for place in entered}
         replays, others = dict.fromkeys(entered, 0), dict.fromkeys(entered, 0)
-        for done in range(1, self.rounds + 1):
-            for place, enter in entered.items():
-                with enter():
-                    before = _engine_counts(model)
-                    seconds[place].append(in_turns({"": works[place]}, device, rounds=1)[""].median)
-                    after = _engine_counts(model)
-                replays[place] += after[0] - before[0]
-                others[place] += after[1] - before[1]
-            taken = sum(map(sum, seconds.values())) / len(seconds)
-            if done >= FEWEST_ROUNDS and taken * (done + 1) / done > MOST_SECONDS:
-                break
+
+        @contextlib.contextmanager
+        def around(place: int) -> Iterator[None]:
+            with entered[place]():
+                before = _engine_counts(model)
+                yield
+                after = _engine_counts(model)
+            replays[place] += after[0] - before[0]
+            others[place] += after[1] - before[1]
+
+        samples = in_turns(works, device, self.rounds, around=around)
         return {
-            place: {**_milliseconds(values), "engine": _engine(replays[place], others[place])}
-            for place, values in seconds.items()
+            place: {**_milliseconds(sample), "engine": _engine(replays[place], others[place])}
+            for place, sample in samples.items()
         }
 
     def _work(self, model: nn.Module) -> Callable[[], Any]:
@@ -252,17 +251,13 @@ class _Bench:
                 return
 
 
-def _deqs(model: nn.Module) -> list[DEQ]:
-    return [module for module in model.modules() if isinstance(module, DEQ)]
-
-
 def _recorded(model: nn.Module) -> int:
-    return sum(deq.capture.recorded for deq in _deqs(model))
+    return sum(deq.capture.recorded for deq in deqs_in(model))
 
 
 def _engine_counts(model: nn.Module) -> tuple[int, int]:
     """Solves that were replays, and those that could not be."""
-    engines = [deq.capture for deq in _deqs(model)]
+    engines = [deq.capture for deq in deqs_in(model)]
     return sum(engine.replayed for engine in engines), sum(engine.fallbacks.total() for engine in engines)
 
 
@@ -271,8 +266,7 @@ def _engine(replays: int, others: int) -> str:
     return "eager" if not replays else "mixed" if others else "captured"
 
 
-def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
-    sample = Sample.of(seconds)
+def _milliseconds(sample: Sample) -> dict[str, float]:
     return {"ms": 1e3 * sample.median, "ms_low": 1e3 * sample.low, "ms_high": 1e3 * sample.high}
 
 
@@ -441,7 +435,7 @@ def pareto_opened(
 
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
-    options = {"metric": task.score, "score": score, "forward": forward_of(opened), **options}
+    options = {"metric": task.score, "score": score, "forward": forward_of(opened.task, opened.device), **options}
     if each is not None:
         options["each"] = lambda record: each({**head, **record})
     with opened.autocast():

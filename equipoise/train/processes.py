@@ -92,20 +92,21 @@ class Processes:
         for p in used:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        for bucket in _buckets([p.grad for p in used if p.grad is not None]):
-            flat = self._add(torch.cat([grad.flatten() for grad in bucket]))
-            for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(total.view_as(grad))
+        self._add_up([p.grad for p in used if p.grad is not None])
 
     @torch.no_grad()
     def average_statistics(self, model: nn.Module) -> None:
         """Give BatchNorm the mean of its running statistics in all processes, each of which saw rows of its own."""
         if self.count == 1:
             return
-        for bucket in _buckets(_running_statistics(model)):
-            flat = self._add(torch.cat([kept.flatten() for kept in bucket])) / self.count
-            for kept, mean in zip(bucket, flat.split([kept.numel() for kept in bucket]), strict=True):
-                kept.copy_(mean.view_as(kept))
+        self._add_up(_running_statistics(model), share=1 / self.count)
+
+    def _add_up(self, tensors: list[Tensor], share: float = 1.0) -> None:
+        """Give each tensor a share of its sum in all processes."""
+        for bucket in _buckets(tensors):
+            flat = self._add(torch.cat([tensor.flatten() for tensor in bucket])) * share
+            for tensor, total in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+                tensor.copy_(total.view_as(tensor))
 
     def _add(self, tensor: Tensor) -> Tensor:
         with _reported():

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch import nn
 
 from equipoise._errors import require_count, require_number
-from equipoise._module import DEQ, Plan
+from equipoise._module import Plan, deqs_in
 from equipoise._stop import Stop
 from equipoise.adjoints import Adjoint
 from equipoise.solvers import Solver
@@ -178,7 +178,7 @@ class Recipe:
 
     def schedule(self, model: nn.Module) -> PlanSchedule | None:
         """Plans over the run, or None for a model without equilibria."""
-        deq = next((module for module in model.modules() if isinstance(module, DEQ)), None)
+        deq = next(iter(deqs_in(model)), None)
         if deq is None:
             return None
         own, solver, stop = deq.plan, self.evaluation.solver, self.evaluation.stop

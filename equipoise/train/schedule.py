@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import nn
 
 from equipoise._errors import require_count, require_number
-from equipoise._module import DEQ, Plan
+from equipoise._module import Plan, deqs_in
 from equipoise._registry import Registry
 from equipoise._stop import Stop
 from equipoise.adjoints import Unroll
@@ -171,12 +171,11 @@ class StepPlan:
 
     def apply(self, model: nn.Module) -> None:
         """Set the plans of every DEQ in `model`."""
-        for module in model.modules():
-            if isinstance(module, DEQ):
-                if module.plan != self.plan:
-                    module.plan = self.plan
-                if module.eval_plan != self.eval_plan:
-                    module.eval_plan = self.eval_plan
+        for deq in deqs_in(model):
+            if deq.plan != self.plan:
+                deq.plan = self.plan
+            if deq.eval_plan != self.eval_plan:
+                deq.eval_plan = self.eval_plan
 
 
 @dataclass(frozen=True)
