@@ -210,11 +210,19 @@ class _Run:
         """One optimiser step; every draw in it is keyed by the seed, the step and the row."""
         state = self.state
         self.plan = None if self.schedule is None else self.schedule.at(state.step)
-        factor = self.recipe.train.learning_rate.factor(state.step, self.horizon)
+        factor = self.recipe.train.learning_rate.factor(self._annealed(), self.horizon)
         factor *= state.plateau.scale if state.plateau else 1.0
         batch = self._batch(state.shares[0])
         losses = None if self.captured is None else self._captured_step(batch, factor)
         return self._ordinary_step(batch, factor) if losses is None else losses
+
+    def _annealed(self) -> int:
+        """The step whose learning rate is due: this one, or where the clock of the main process is."""
+        settings, step = self.recipe.train, self.state.step
+        if settings.anneal_by == "steps" or settings.minutes is None:
+            return step
+        share = self.processes.gather(self._clock() / (60 * settings.minutes))[0]
+        return max(step, int(min(share, 1.0) * settings.steps))
 
     def _captured_step(self, batch: Any, factor: float) -> dict[str, Tensor] | None:
         assert self.captured is not None

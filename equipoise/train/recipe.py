@@ -47,7 +47,9 @@ class Training:
     Attributes:
         steps: Optimiser steps.
         minutes: Wall time after which the run ends as after its last step, resumed parts counted; None for no limit.
-            The learning rate is planned for `steps` all the same.
+        anneal_by: "steps" for a learning rate that is planned for `steps`, whatever `minutes` says; "minutes" to have it
+            where the clock is, if that is further on: a run that ends early has annealed, but cannot be repeated bit
+            by bit.
         accumulation: Shares into which a process splits its part of each batch, done one after another to save memory.
         seed: Key of everything random.
         log_every: Steps between lines of the log.
@@ -68,6 +70,7 @@ class Training:
 
     steps: int = 1000
     minutes: float | None = None
+    anneal_by: Literal["steps", "minutes"] = "steps"
     accumulation: int = 1
     seed: int = 0
     log_every: int = 50
@@ -89,6 +92,8 @@ class Training:
             require_count("train", name, getattr(self, name))
         if self.minutes is not None:
             require_number("train", "minutes", self.minutes, low=0.0, open_low=True)
+        elif self.anneal_by == "minutes":
+            raise ValueError('train: anneal_by = "minutes" needs minutes; give train.minutes, or anneal_by = "steps".')
         if self.averaging is not None and self.averaging.start is None and self.plateau is None:
             raise ValueError("train: averaging without a start begins on a plateau; give train.plateau, or a start.")
         if self.threads is not None:

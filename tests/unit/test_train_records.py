@@ -1,11 +1,14 @@
 """What a run says of itself, how long it goes on, and in which precision."""
 
+import math
+
 import pytest
 import torch
 
 from equipoise.tasks import CopyMemoryTask
 from equipoise.train import loop
 from equipoise.train.checkpoint import list_checkpoints, load_checkpoint
+from equipoise.train.config import ConfigError
 from equipoise.train.evaluate import evaluate_run
 from equipoise.train.loop import solutions_of, train
 from tests.runs import COPY, recipe, text_recipe
@@ -99,6 +102,21 @@ def test_a_run_ends_when_its_time_is_up(tmp_path, monkeypatch):
     assert train(short, tmp_path / "parts", resume=True).step == 3
     assert train(recipe(COPY, *settings, "train.minutes=5"), tmp_path / "parts", resume=True).step == 6
     assert same(saved(tmp_path / "parts")["model"], saved(tmp_path / "whole")["model"])
+
+
+def test_a_rate_that_follows_the_clock_is_annealed_when_time_is_up(tmp_path, monkeypatch):
+    """Six steps are planned, time is up after three: the rate takes two steps at a time."""
+    monkeypatch.setattr(loop._Run, "_clock", lambda self: 10.0 * self.state.step)
+    settings = ('train.learning_rate={name="cosine"}', "train.log_every=1", "train.minutes=0.5")
+    train(recipe(COPY, *settings, "train.anneal_by=minutes"), tmp_path)
+    base = recipe(COPY).train.optimiser.lr
+    rates = [record["lr"] / base for record in train_records(tmp_path).values()]
+    assert rates == pytest.approx([0.5 * (1 + math.cos(math.pi * share)) for share in (0, 1 / 3, 2 / 3)])
+
+
+def test_a_rate_cannot_follow_a_clock_without_a_limit():
+    with pytest.raises(ConfigError, match=r"anneal_by.*needs minutes.*train\.minutes"):
+        recipe(COPY, "train.anneal_by=minutes")
 
 
 def test_time_goes_on_where_a_run_was_left(tmp_path):
