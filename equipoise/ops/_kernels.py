@@ -83,9 +83,14 @@ def judge(
     FIXED: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """`standing.judge` for one running system; returns its action."""
+    """`standing.judge` for one running system; returns its action, the same to every thread."""
     relative = size / (image + tiny)
     residual = tl.load(residual_ptr + row)
+    limit, stalled = residual, 0 * count
+    if not FIXED:
+        limit, stalled = tl.load(limit_ptr + row), tl.load(stalled_ptr + row)
+    # Every thread loads these for itself: one that is late must not find what another has written.
+    tl.debug_barrier()
     better = relative < residual
     tl.store(latest_ptr + row, relative)
     if FIXED:
@@ -93,12 +98,12 @@ def judge(
         tl.store(status_ptr + row, NONFINITE, mask=is_finite(relative) == 0)
         return ADVANCE + tl.where(better, KEEP, 0)
     else:
-        limit = tl.where(count == 0, diverge * (size + eps * image), tl.load(limit_ptr + row))
+        limit = tl.where(count == 0, diverge * (size + eps * image), limit)
         tl.store(limit_ptr + row, limit)
         converged = (size <= rtol * image + atol) & is_finite(size)
         better = better | converged
         residual = tl.where(better, relative, residual)
-        stalled = tl.where(better, 0, tl.load(stalled_ptr + row) + 1)
+        stalled = tl.where(better, 0, stalled + 1)
         tl.store(residual_ptr + row, residual)
         tl.store(stalled_ptr + row, stalled)
 

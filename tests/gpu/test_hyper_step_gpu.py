@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 FIXED = eq.Stop(rtol=0, max_steps=1000)
-TOLERANCE = eq.Stop(rtol=1e-2, max_steps=100)
+TOLERANCE = eq.Stop(rtol=5e-2, max_steps=100)  # weights that do not add up to one end near a root, not at it
 STEPS = 24
 # batch, positions, features, inner sizes of the networks within 4 % of such a cell
 SHAPES = {
@@ -209,7 +209,7 @@ def assert_replays(make, stop):
     recorded.standing.restart([torch.zeros_like(leaf) for leaf in recorded.z])
     for leaf in recorded.z:
         leaf.zero_()
-    steps = 2 * solve.parts.memory + (3 if stop.fixed_budget else 20)
+    steps = 2 * solve.parts.memory + 3
     with waiting_is_an_error():
         for _ in range(steps):
             solve.step(stop=stop)
