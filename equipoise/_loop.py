@@ -83,6 +83,7 @@ class Method:
         stop: When systems end.
         floor: The relative residual at which rounding in f decides.
         problem: What is solved, its inputs in buffers of the recording; only a learned solver looks at it.
+        image_dtype: What all images are in, if that is half precision: they are remembered in it, and nothing is lost.
         parts: Of a learned solver, where it has a fused step.
     """
 
@@ -90,6 +91,7 @@ class Method:
     stop: Stop
     floor: float
     problem: Problem | None = None
+    image_dtype: torch.dtype | None = None
     parts: "HyperParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -99,12 +101,22 @@ class Method:
         if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, problem.spec):
             object.__setattr__(self, "parts", HyperParts.of(solver, problem.spec))
 
+    @property
+    def takes_half(self) -> bool:
+        """Whether images may come in half precision, whatever the dtype of the state."""
+        return not isinstance(self.solver, HyperAnderson) and not self.follows
+
+    @property
+    def follows(self) -> bool:
+        """Whether the next iterates are the images, whatever is found about them: then nothing needs to be moved."""
+        return isinstance(self.solver, Picard) and self.solver.damping == 1.0 and self.stop.fixed_budget
+
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
         from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory
 
         if isinstance(self.solver, Anderson):
-            return AndersonMemory.empty(z, self.solver.memory)
+            return AndersonMemory.empty(z, self.solver.memory, self.image_dtype)
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
         if self.parts is not None:
@@ -125,15 +137,15 @@ class Method:
             self.parts.refresh()
         buffers.restart()
 
-    def step(self, buffers: "Buffers", fz: Leaves) -> None:
-        """One step in place, given f(z)."""
+    def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
+        """One step given f(z), in place; Anderson's may be from elsewhere to elsewhere."""
         from equipoise.ops import anderson_step, broyden_step, hyper_step, picard_step
 
-        z, standing, memory, solver = buffers.z, buffers.standing, buffers.memory, self.solver
+        z, standing, memory, solver = z or buffers.z, buffers.standing, buffers.memory, self.solver
         rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
         if isinstance(solver, Anderson):
             settings: dict[str, Any] = {"ridge": solver.ridge, "mixing": solver.mixing, "bound": solver.bound}
-            anderson_step(z, fz, memory, standing, **rules, **settings)
+            anderson_step(z, fz, memory, standing, **rules, **settings, out=out)
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
         elif self.parts is not None:
@@ -143,6 +155,42 @@ class Method:
         else:
             assert isinstance(solver, Picard)
             picard_step(z, fz, standing, **rules, damping=solver.damping)
+
+    def run(self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool) -> None:
+        """So many steps from z, the last of the solve or not."""
+        if self.follows or (isinstance(self.solver, Anderson) and self.stop.fixed_budget):
+            self._run_apart(buffers, evaluate, steps, ends)
+            return
+        for _ in range(steps):
+            self.step(buffers, _apart(evaluate(buffers.z), buffers.z))
+
+    def _run_apart(self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool) -> None:
+        """As `run` where nothing ends: iterates are not written over at once, so that few best ones must be copied."""
+        from equipoise.ops import picard_follow, picard_settle
+
+        z = before = older = buffers.z
+        spare = [] if self.follows else [torch.empty_like(leaf) for leaf in z]
+        for _ in range(steps):
+            image = _apart(evaluate(z), [*z, *buffers.z, *spare])
+            if self.follows:
+                picard_follow(z, image, older, buffers.standing, stop=self.stop, floor=self.floor)
+                z, before, older = image, z, before
+            else:
+                self.step(buffers, image, z, spare)
+                z, before, spare = spare, z, z
+        picard_settle(before, older, buffers.standing)
+        if z is not buffers.z and (not ends or self.stop.select == "last"):
+            copy_all(buffers.z, z)
+
+
+def _apart(image: Leaves, z: Leaves) -> Leaves:
+    """f(z) as contiguous tensors apart from z: f may return its argument, in part or in another order."""
+    own = {_address(leaf) for leaf in z}
+    return [leaf.clone() if _address(leaf) in own else leaf.contiguous() for leaf in image]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 # Buffers
@@ -229,8 +277,7 @@ class Buffers:
         if self.led is not None:
             self.led.begin()
         self.packed.reset()
-        for best, leaf in zip(self.standing.best, self.z, strict=True):
-            best.copy_(leaf)
+        copy_all(self.standing.best, self.z)
 
     def conclude(self, stop: Stop) -> None:
         """Settle what is returned; the iteration may go on all the same."""
@@ -305,17 +352,14 @@ class Loop:
         self._alive = (evaluate, begin, method)
         most = self.stop.max_steps
         self.whole = min(most, LONGEST if self.stop.fixed_budget else CHUNK)
-        own, led = {leaf.untyped_storage().data_ptr() for leaf in buffers.z}, buffers.led
+        led = buffers.led
 
         def run(steps: int, begins: bool, ends: bool, phase: int) -> None:  # refers to no loop: so there are no cycles
             if begins:
                 (begin or partial(method.begin, buffers))()
             if led is not None:
                 led.resume(phase)
-            for _ in range(steps):
-                # f may return its argument, in part or in another order, and z is about to be written over.
-                image = evaluate(buffers.z)
-                method.step(buffers, [leaf.clone() if _address(leaf) in own else leaf.contiguous() for leaf in image])
+            method.run(buffers, evaluate, steps, ends)
             if led is not None:
                 led.pause(ends)
             if ends:
@@ -382,10 +426,6 @@ class Loop:
 
     def _answer(self, name: str) -> Tensor:
         return self.host[self.buffers.packed.rows[name], : self.size]
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 # Fewer systems

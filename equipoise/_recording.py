@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from equipoise._compat import keep_backward_buffers, leaves_reached
 from equipoise._loop import Buffers, Iteration, Level, Loop, Method, Part, shrunk
-from equipoise._problem import Problem, pullback
+from equipoise._problem import HALF, Problem, pullback
 from equipoise._scope import SolveScope
 from equipoise._solution import Stats
 from equipoise._tape import Work, copy_all, recording_now, tape_for
@@ -32,6 +32,17 @@ class CannotCapture(RuntimeError):
 # What a recording reads
 
 
+def _image(problem: Problem, z: Leaves) -> Leaves:
+    """f(z), half-precision leaves as they are: steps read them so, and to widen them first takes a pass over each."""
+    spec = problem.spec
+    with problem.active():
+        value = problem.f(spec.unflatten(z), *problem.inputs)
+    if not problem._checked:  # f may be made for one size of batch
+        spec.check(value, problem.autocast)
+        problem._checked = True
+    return [leaf if leaf.dtype in HALF else leaf.to(spec.work_dtype) for leaf in spec.flatten(value)]
+
+
 @dataclass
 class _Constants:
     """What a solve holds constant besides its inputs: values of scoped modules.
@@ -40,11 +51,13 @@ class _Constants:
         modules: Those modules, in the order they were asked.
         examples: What each was first applied to: a parameter itself, or a tensor of the right shape.
         nested: Whether a module was asked by another one, and so follows when that one is asked.
+        narrow: The half-precision dtype of all that f returns, if it is one.
     """
 
-    modules: list[nn.Module]
-    examples: list[Tensor]
-    nested: list[bool]
+    modules: list[nn.Module] = field(default_factory=list)
+    examples: list[Tensor] = field(default_factory=list)
+    nested: list[bool] = field(default_factory=list)
+    narrow: torch.dtype | None = None
 
     @classmethod
     def of(cls, problem: Problem, z0: Leaves) -> "_Constants":
@@ -68,12 +81,19 @@ class _Constants:
         scope.value = value  # type: ignore[method-assign]
         try:
             with torch.no_grad():
-                problem.evaluate(z0)
+                problem._calls[0] += 1
+                dtypes = {leaf.dtype for leaf in _image(problem, z0)}
         finally:
             del scope.value
         if len(modules) != len({**scope._drawn, **scope._derived}):
             raise CannotCapture("a solve inside the cell holds values constant")
-        return cls(modules, examples, nested)
+        narrow = dtypes.pop() if len(dtypes) == 1 else None
+        return cls(modules, examples, nested, narrow if narrow in HALF else None)
+
+    def follow(self, scope: SolveScope) -> bool:
+        """Whether all of them follow from parameters, so that they can be computed where these are read."""
+        by_shape = all(getattr(module, "draws_by_shape", False) for module in self.modules)
+        return by_shape and not any(self.nested) and all(module in scope._derived for module in self.modules)
 
     def values(self, problem: Problem, z0: Leaves) -> list[Any]:
         """Their values in the scope of a problem, drawn as the first evaluation of f would."""
@@ -149,14 +169,27 @@ class _Static:
         with self.aliases:
             return self.problem.evaluate(z)
 
+    def image(self, z: Leaves) -> Leaves:
+        """As `evaluate`, for steps that read half precision."""
+        with self.aliases:
+            return _image(self.problem, z)
+
+    def derive(self, constants: _Constants) -> None:
+        """Compute anew what the solve holds constant; all of it must follow from parameters."""
+        with self.aliases, self.problem.active():
+            pairs = zip(constants.modules, constants.examples, strict=True)
+            # By the class: while something is recorded, modules refuse to be asked.
+            values = [type(module).begin_solve(module, example.detach()) for module, example in pairs]  # type: ignore[attr-defined]
+        copy_all(tree_tensors(self.held), tree_tensors(values))
+
     @property
     def can_shrink(self) -> bool:
         """Whether f on fewer systems costs less, and is the same f."""
         some = torch.zeros(1, dtype=torch.int64, device=self.problem.spec.device)
         return self.problem.can_slice and self.problem.scope.rows(some, self.problem.num_systems) is not None
 
-    def part(self, size: int) -> Part:
-        """f on so many systems, on buffers that follow from the ones here."""
+    def part(self, size: int, narrow: bool) -> Part:
+        """f on so many systems, on buffers that follow from the ones here; `narrow` as in `image`."""
         whole = self.problem
         fewer = whole.rows(torch.arange(size, device=whole.spec.device))
         fewer._checked = False  # f may be made for one size of batch
@@ -170,7 +203,7 @@ class _Static:
 
         def evaluate(z: Leaves) -> Leaves:
             with self.aliases:
-                return fewer.evaluate(z)
+                return _image(fewer, z) if narrow else fewer.evaluate(z)
 
         return Part(size, evaluate, copies)
 
@@ -241,13 +274,18 @@ class Recording:
         self.turn = 0
         self.tape = tape_for(problem.spec.device)
         self.cell, self.compiled = deq.cell, deq._compiled is not None
-        self.constants = _Constants.of(problem, z0)
+        self.constants = constants = _Constants.of(problem, z0)
         self.backward: Iteration | None = None
+        # Without gradients what follows from parameters is computed by the recording: all it takes is one replay.
+        derives = bool(constants.modules) and not grad and constants.follow(problem.scope)
         with self._recording():
-            self.static = _Static(deq, problem, self.constants, z0, grad)
-            self.method = Method(plan.solver, plan.stop, problem.floor, self.static.problem)
-            self._record(plan, [leaf.clone() for leaf in z0], grad)
-        self.places = [*tree_tensors((self.static.inputs, self.static.held)), *self.forward.loop.buffers.z]
+            self.static = static = _Static(deq, problem, constants, z0, grad)
+            self.method = Method(plan.solver, plan.stop, problem.floor, static.problem, constants.narrow)
+            self._record(plan, [leaf.clone() for leaf in z0], grad, constants if derives else None)
+        if derives:
+            self.constants = _Constants()
+        given = static.inputs if derives else (static.inputs, static.held)
+        self.places = [*tree_tensors(given), *self.forward.loop.buffers.z]
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
@@ -258,9 +296,11 @@ class Recording:
             finally:
                 self.tape.tidy()
 
-    def _record(self, plan: "Plan", z: Leaves, grad: bool) -> None:
-        tape, forward = self.tape, Buffers(z, self.method)
-        self.forward = Iteration(Loop(tape, self.static.evaluate, forward, self.method), self.static.can_shrink)
+    def _record(self, plan: "Plan", z: Leaves, grad: bool, derived: _Constants | None) -> None:
+        tape, static, forward = self.tape, self.static, Buffers(z, self.method)
+        evaluate = static.image if self.method.takes_half else static.evaluate
+        begin = None if derived is None else _begin_derived(static, derived, self.method, forward)
+        self.forward = Iteration(Loop(tape, evaluate, forward, self.method, begin), static.can_shrink)
         if not grad:
             return
         assert isinstance(plan.adjoint, Implicit)
@@ -285,7 +325,7 @@ class Recording:
         Args:
             inputs: The tensors among its inputs.
             z0: Its start.
-            problem: The problem itself, if it holds anything constant.
+            problem: The problem itself, if it holds anything constant that is not computed by the recording.
 
         Returns:
             The tensors besides parameters that gradients go to.
@@ -313,7 +353,8 @@ class Recording:
         """A loop for so many of the systems; None if that cannot be recorded."""
         try:
             with self._recording():
-                return shrunk(self.tape, self.forward.loop.buffers, self.static.part(size), self.method)
+                part = self.static.part(size, self.method.takes_half)
+                return shrunk(self.tape, self.forward.loop.buffers, part, self.method)
         except (RuntimeError, ValueError):  # f may be made for one size of batch; it goes on with that
             return None
 
@@ -339,6 +380,14 @@ def _begin(adjoint: _Adjoint, buffers: Buffers) -> Work:
     def begin() -> None:
         copy_all(buffers.z, adjoint.cotangent)
         buffers.restart()
+
+    return begin
+
+
+def _begin_derived(static: _Static, constants: _Constants, method: Method, buffers: Buffers) -> Work:
+    def begin() -> None:
+        static.derive(constants)
+        method.begin(buffers)
 
     return begin
 

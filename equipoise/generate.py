@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
+from equipoise._module import override
 from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
+from equipoise.solvers import named_solver
 from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config
 from equipoise.train.schedule import keyed_uniform
 
@@ -143,6 +146,8 @@ def sample_texts(
     samples: int = 1,
     stop: str | None = None,
     device: torch.device | str = "cpu",
+    solver: str | None = None,
+    force: bool = False,
 ) -> Iterator[tuple[str, ...]]:
     """Texts that a trained model goes on with, side by side and piece by piece; the prompt first.
 
@@ -154,6 +159,8 @@ def sample_texts(
         samples: How many texts.
         stop: A text ends before this; what came of it with earlier tokens has been shown by then. None to draw all.
         device: Where to compute.
+        solver: Name of a solver to use instead of the model's; `hyper:PATH` is a learned one.
+        force: Take a learned solver of another model too.
     """
     require_count("sample_texts", "samples", samples)
     require_count("sample_texts", "length", length, low=0)
@@ -161,17 +168,20 @@ def sample_texts(
         raise ValueError("sample_texts: stop must be some text, e.g. a line break; None to draw all tokens.")
     folder, vocabulary = find_checkpoint(run), _vocabulary(Path(run))
     model, precision = load(folder, device), autocast_of(read_config(folder), device)
+    # Sought before anything is shown.
+    by = nullcontext() if solver is None else override(model, solver=named_solver(solver, model, force=force))
     given = vocabulary.encode(prompt).tolist()
     texts = [_Transcript(vocabulary, given, stop) for _ in range(samples)]
     yield tuple(text.shown for text in texts)
     start = torch.tensor([given or [vocabulary.eos]], device=device).expand(samples, -1)
     tokens = sample(model, start, length, sampling)
-    for _ in range(length):
-        with precision:  # not around the yield, where it would reach the caller's own computations
-            drawn = next(tokens).tolist()
-        yield tuple(text.add(token) for text, token in zip(texts, drawn, strict=True))
-        if all(text.ended for text in texts):
-            break
+    with by:  # the model is our own, so this reaches nobody else
+        for _ in range(length):
+            with precision:  # not around the yield, where it would reach the caller's own computations
+                drawn = next(tokens).tolist()
+            yield tuple(text.add(token) for text, token in zip(texts, drawn, strict=True))
+            if all(text.ended for text in texts):
+                break
     rest = tuple(text.finish() for text in texts)
     if any(rest):
         yield rest
@@ -185,9 +195,12 @@ def sample_text(
     *,
     stop: str | None = None,
     device: torch.device | str = "cpu",
+    solver: str | None = None,
+    force: bool = False,
 ) -> Iterator[str]:
     """A text that a trained model goes on with, piece by piece; the arguments are those of `sample_texts`."""
-    for (piece,) in sample_texts(run, prompt, length, sampling, stop=stop, device=device):
+    options: dict[str, Any] = {"stop": stop, "device": device, "solver": solver, "force": force}
+    for (piece,) in sample_texts(run, prompt, length, sampling, **options):
         yield piece
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from equipoise.cli.options import AsJson, DataDir, RunFolder, Split, Which
+from equipoise.cli.options import AsJson, DataDir, Force, RunFolder, Split, Which, refuse
 from equipoise.cli.output import plots_or_exit, show, table, warn
 
 IOU = "iou_"
@@ -37,6 +37,11 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="Also draw so many images with what the model says of them, into RUN/figures."),
     ] = None,
+    beside: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --pareto: another run on the same data, e.g. of an explicit network, as one point."),
+    ] = None,
+    force: Force = False,
     which: Which = "best",
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change the task, e.g. --set task.eval_batch_size=1.")
@@ -51,12 +56,17 @@ def evaluate(
     that of an equilibrium: a warning says so.
     """
     if pareto:
+        refuse({"--sweep": sweep, "--pictures": pictures}, "--pareto scores after --steps, 1 to 12 by default")
         from equipoise.train.pareto import pareto_run
 
         names = (solver or f"anderson,hyper:{run}").split(",")
-        measured = pareto_run(run, names, steps or range(1, 13), split=split, data_dir=data_dir, which=which)
+        options: dict[str, Any] = {"split": split, "data_dir": data_dir, "which": which, "changes": changes or ()}
+        measured = pareto_run(run, names, steps or range(1, 13), beside=beside or (), force=force, **options)
         show(measured, True) if as_json else _show_pareto(measured)
         return
+    refuse({"--beside": beside}, "it is a point of --pareto")
+    if solver and "," in solver:
+        raise ValueError(f"--solver {solver} names several, which --pareto compares; give one, or --pareto.")
     if pictures:
         plots_or_exit()  # before the work, not after it
         from equipoise.plots.pictures import write_pictures
@@ -67,7 +77,7 @@ def evaluate(
     given: dict[str, Any] = {"which": which, "changes": changes or ()}
     opened = open_run(run, split, data_dir, **given) if pictures else None
     drawn = [str(file) for file in write_pictures(run, count=pictures, split=split, opened=opened)] if pictures else []
-    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, opened=opened, **given)
+    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, force=force, opened=opened, **given)
     path = None
     try:
         path = write_scores(run, record)

@@ -8,10 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
-from equipoise.cli.options import AsJson, DataDir, RunFolder, Set, Which
+from equipoise.cli.options import AsJson, DataDir, RunFolder, Set, Which, refuse
 from equipoise.cli.output import show, table, warn
 
 MOST_SHARE = 0.04  # of the model's parameters
+LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the easy ones
 FULL = "full"  # the recipe that others are compared with
 FOLDERS = ("recipes/hyper", "recipes/hyper/more")
 
@@ -65,10 +66,10 @@ def hyper(
     options: dict[str, Any] = {"data_dir": data_dir, "which": which, "changes": of_task}
     options["seconds"] = None if minutes is None else 60 * minutes
     if report is not None:
-        _refuse({"--out": out, "--finetune": finetune, "--seed": seed}, "a report has fits of its own (RUN/hyper)")
+        refuse({"--out": out, "--finetune": finetune, "--seed": seed}, "a report has fits of its own (RUN/hyper)")
         _report(run, chosen, report, as_json, seeds=seeds, beside=beside or [], most=most, **options)
         return
-    _refuse({"--beside": beside, "--most": most}, "this belongs to a report; give --report DIR")
+    refuse({"--beside": beside, "--most": most}, "this belongs to a report; give --report DIR")
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} recipes ({', '.join(chosen)}) are fitted for a report; give --report DIR.")
     from equipoise.tasks.hyper import fit_run
@@ -76,6 +77,12 @@ def hyper(
     (recipe,) = chosen.values()
     record = fit_run(run, recipe, out=out, finetune=finetune, force=force, progress=True, **options)
     show(record, True) if as_json else _print(record)
+    if record["accepted"] < LEAST_ACCEPTED:
+        warn(
+            f"only {record['accepted']:.0%} of the equilibria were found well enough to learn from (fit.accept = "
+            f"{recipe.fit.accept:g}): train the model longer or with a penalty, allow more steps "
+            "(fit.stop.max_steps), or accept more."
+        )
     if record["share"] > MOST_SHARE:
         warn(
             f"the solver has {record['parameters']:,} parameters, {record['share']:.1%} of the model's: more than the "
@@ -129,12 +136,6 @@ def _changed(recipe: Any, named: dict[str, Any]) -> Any:
     return dataclasses.replace(recipe, fit=dataclasses.replace(recipe.fit, **values))
 
 
-def _refuse(options: dict[str, Any], why: str) -> None:
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise ValueError(f"{', '.join(given)} cannot be used here: {why}.")
-
-
 # Reports
 
 
@@ -172,5 +173,9 @@ def _print(record: dict[str, Any]) -> None:
         for name, said in names.items()
         if name in first and name in last
     ]
-    table(("", "first step", "last step"), rows, f"fitted in {record['seconds']:.1f} s")
+    title = f"fitted in {record['seconds']:.1f} s, to {record['accepted']:.0%} of the equilibria"
+    if rows:
+        table(("", "first step", "last step"), rows, title)
+    else:
+        print(f"{title}, none of them in the first or the last step")
     print(f"written: {record['file']}")

@@ -17,7 +17,7 @@ from equipoise.cli.evaluate import evaluate
 from equipoise.cli.export import export
 from equipoise.cli.hyper import hyper
 from equipoise.cli.inspect import inspect
-from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, RunFolder, Set, epilog
+from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, Force, RunFolder, Set, epilog
 from equipoise.cli.output import show, table
 from equipoise.cli.plot import plot
 from equipoise.cli.report import report
@@ -83,6 +83,7 @@ app.command(
     epilog=epilog(
         'generate runs/ptb --prompt "the company" --length 40 --top-k 20',
         "generate runs/text --temperature 0.8 --samples 3 --seed 1",
+        "generate runs/ptb --solver hyper:runs/ptb",
     )
 )
 def generate(
@@ -97,6 +98,10 @@ def generate(
         int, typer.Option(min=1, help="Texts to draw; several are shown one after another, when done.")
     ] = 1,
     stop: Annotated[str | None, typer.Option(help="End a text before this.")] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="Solve by this one instead of the model's; hyper:PATH is a learned one.")
+    ] = None,
+    force: Force = False,
     as_json: AsJson = False,
 ) -> None:
     """Sample text from a language model.
@@ -106,9 +111,8 @@ def generate(
     from equipoise.generate import Sampling, sample_texts
 
     texts = [""] * samples
-    for pieces in sample_texts(
-        run, prompt, length, Sampling(temperature, top_k, top_p, seed), samples=samples, stop=stop
-    ):
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    for pieces in sample_texts(run, prompt, length, sampling, samples=samples, stop=stop, solver=solver, force=force):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         if samples == 1 and not as_json:
             print(pieces[0], end="", flush=True)
@@ -193,10 +197,12 @@ def main() -> NoReturn:
     try:
         app()
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        package = (error.name or "").partition(".")[0]
+        if package in _OPTIONAL:
+            _refuse(str(error))
+        if package not in _EXTRAS:
             raise
-        _refuse(f"this needs the package {error.name}: pip install 'equipoise[{extra}]'")
+        _refuse(f"this needs the package {error.name}: pip install 'equipoise[{_EXTRAS[package]}]'")
     except OSError as error:
         _refuse(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     except (ValueError, TypeError, DataError, CheckpointError, NonFiniteGradientError) as error:
@@ -204,6 +210,7 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
+_OPTIONAL = ("timm", "torchdiffeq", "PIL")  # where they are used, it is said what for
 _EXTRAS = {"accelerate": "train", "torchmetrics": "train", "tqdm": "train", "matplotlib": "plots", "tokenizers": "hf"}
 
 

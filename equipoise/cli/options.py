@@ -1,7 +1,7 @@
 """Options that several commands share, and the end of every command's help."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -13,6 +13,10 @@ Set = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 RunFolder = Annotated[Path, typer.Argument(help="Folder of a run, or of a checkpoint.", show_default=False)]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Take a learned solver even if it was fitted to another model, or to other weights."),
+]
 Which = Annotated[str, typer.Option("--which", help="Checkpoint of the run: best or latest.")]
 Split = Annotated[str, typer.Option("--split", help="Held-out data: valid or test.")]
 
@@ -30,3 +34,15 @@ def epilog(*examples: str) -> str:
     """
     lines = "\n".join(f"  equipoise {example}" for example in examples)
     return f"\b\nExamples:\n{lines}\n\n{EXIT_CODES}"
+
+
+def refuse(options: dict[str, Any], why: str) -> None:
+    """Raise if options were given that would not be looked at.
+
+    Args:
+        options: By name.
+        why: What they belong to.
+    """
+    given = [name for name, value in options.items() if value is not None and value != []]
+    if given:
+        raise ValueError(f"{', '.join(given)} cannot be used here: {why}.")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import grid_sample, pad
 
 from equipoise._draws import Rows
-from equipoise._errors import require_count
+from equipoise._errors import require_count, require_number
 from equipoise.data._draws import keyed_bits
 
 _BITS = 24  # of a drawn number: what float32 holds exactly, so that none is rounded up to 1
@@ -144,6 +144,10 @@ class ResizedCrop(Augment):
 
     def __post_init__(self) -> None:
         require_count("ResizedCrop", "size", self.size)
+        if not 0 < self.area[0] <= self.area[1] <= 1:
+            raise ValueError(f"ResizedCrop: area must be shares of the image in order, (0.08, 1.0); got {self.area}.")
+        if not 0 < self.aspect[0] <= self.aspect[1]:
+            raise ValueError(f"ResizedCrop: aspect must be positive and in order, (0.75, 1.33); got {self.aspect}.")
 
     def __call__(self, images: Tensor, targets: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() > 1:
@@ -190,6 +194,11 @@ class ScaleCrop(Augment):
     def __post_init__(self) -> None:
         if not 0 < self.scales[0] <= self.scales[1]:
             raise ValueError(f"ScaleCrop: scales must be positive and in order, got {self.scales}.")
+        require_number("ScaleCrop", "step", self.step, low=0.0, open_low=True)
+        if self.size is not None and not isinstance(self.size, tuple | list):
+            raise TypeError(f"ScaleCrop: size must be a height and a width, (360, 480), or None; got {self.size!r}.")
+        for side in self.size or ():
+            require_count("ScaleCrop", "size", side)
 
     def __call__(self, images: Tensor, targets: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() != 3:

@@ -32,7 +32,7 @@ def pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("image files need Pillow: pip install pillow") from error
+        raise ModuleNotFoundError("image files need Pillow: pip install pillow", name="PIL") from error
     return Image
 
 

@@ -19,7 +19,7 @@ from equipoise._registry import Registry
 from equipoise._tree import register_record
 from equipoise.data._draws import keyed_order
 from equipoise.data.augment import Augment, normalise, row_draws
-from equipoise.data.files import MissingDataError, data_root
+from equipoise.data.files import DamagedDataError, MissingDataError, data_root
 from equipoise.data.registry import register_data
 
 IGNORE = 255
@@ -152,6 +152,17 @@ class ImageData:
     class_weights: tuple[float, ...] = ()
     colours: tuple[tuple[int, int, int], ...] = ()
     info: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for split, part in self.splits.items():
+            if self.masks or not isinstance(part, Stored) or not len(part):
+                continue
+            low, high = (int(limit) for limit in part.targets.aminmax())
+            if low < 0 or high >= len(self.classes):  # on a GPU a wrong one would end the process
+                raise DamagedDataError(
+                    f"{self.name!r} has labels from {low} to {high} in {split!r}, but {len(self.classes)} classes (0 "
+                    f"to {len(self.classes) - 1}); the files are damaged, or of another set."
+                )
 
     @property
     def channels(self) -> int:

@@ -96,7 +96,10 @@ class MDEQConfig:
 
     def __post_init__(self) -> None:
         for field in ("channels", "head_channels"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            given = getattr(self, field)
+            if not isinstance(given, tuple | list):
+                raise TypeError(f"MDEQConfig: {field} must list a width for each resolution, (24, 24); got {given!r}.")
+            object.__setattr__(self, field, tuple(given))
         if self.task not in TASKS:
             raise unknown_name("task of an MDEQ", self.task, TASKS)
         if self.inject not in INJECTIONS:
@@ -129,6 +132,13 @@ class MDEQConfig:
                 raise ValueError(
                     f"MDEQConfig: channels must be multiples of groups={self.groups}; got {width}, nearest is {near}."
                 )
+        half = max(1, self.groups // 2)
+        if len(self.channels) > 1 and any(width % half for width in self.channels):
+            raise ValueError(
+                f"MDEQConfig: after fusion there are half as many groups, {half}, of which channels must be multiples "
+                f"too; got {self.channels} with groups={self.groups}. Use an even number of groups, e.g. "
+                f"{self.groups - 1}."
+            )
         if self.final_channels is not None:
             require_count("MDEQConfig", "final_channels", self.final_channels)
         if self.task == "segmentation":
@@ -228,7 +238,8 @@ class MDEQ(nn.Module):
         """Take over stem and layer f of another MDEQ, trained for any task; the head stays as it is.
 
         Args:
-            other: A model of the same channels, expansion, weight norm and injection.
+            other: A model of the same channels, expansion, groups, weight norm and injection; its stem may halve images
+                once where this one does twice.
 
         Returns:
             Names of the parameters and buffers taken, as in `state_dict`.
@@ -245,6 +256,11 @@ class MDEQ(nn.Module):
             raise ValueError(
                 f"MDEQ.transfer_from: {len(differences)} tensors of stem and f differ ({'; '.join(differences[:3])}, "
                 f"...). Build this model with the settings of the other: {_differing(self.config, other.config)}."
+            )
+        if self.config.groups != other.config.groups:  # no tensor has it in its shape, yet it would be another f
+            raise ValueError(
+                f"MDEQ.transfer_from: f normalises {self.config.groups} groups here, {other.config.groups} there. "
+                f"Build this model with groups={other.config.groups}."
             )
         for name, value in ours.items():
             value.copy_(theirs[name])

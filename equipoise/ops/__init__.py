@@ -10,7 +10,7 @@ from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
 from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
 from equipoise.ops.norm import group_norm, residual_norm
-from equipoise.ops.picard import picard_step
+from equipoise.ops.picard import picard_follow, picard_settle, picard_step
 from equipoise.ops.standing import Standing
 from equipoise.ops.taps import drop_taps, gather_taps
 from equipoise.ops.trellis import trellis_cell
@@ -29,6 +29,8 @@ __all__ = [
     "group_norm",
     "hyper_step",
     "low_rank_apply",
+    "picard_follow",
+    "picard_settle",
     "picard_step",
     "residual_norm",
     "trellis_cell",

@@ -34,6 +34,9 @@ class Standing:
         stalled: (N,) steps since `best` last changed.
         limit: (N,) ‖f(z) − z‖ above which a system has diverged; set by the first step.
         count: () int32, iterates measured since the start. It decides the slot of a ring, so it lives on the device.
+        arrived: (N,) int32, programs of a kernel that are done with a system; zero between kernels.
+        owed: (N,) int32, what `best` lacks where nothing is copied before it must be: 0 nothing, 1 the iterate measured
+            last, 2 the one before it. `picard_settle` copies it.
     """
 
     best: Leaves
@@ -44,6 +47,8 @@ class Standing:
     stalled: Tensor
     limit: Tensor
     count: Tensor
+    arrived: Tensor
+    owed: Tensor
 
     @classmethod
     def start(cls, z: Leaves) -> "Standing":
@@ -63,6 +68,8 @@ class Standing:
             stalled=full(0, torch.int32),
             limit=full(torch.inf, real),
             count=torch.zeros((), dtype=torch.int32, device=device),
+            arrived=full(0, torch.int32),
+            owed=full(0, torch.int32),
         )
 
     @torch.no_grad()
@@ -73,7 +80,7 @@ class Standing:
         for tensor in (self.residual, self.latest, self.limit):
             tensor.fill_(torch.inf)
         self.status.fill_(RUNNING)
-        for tensor in (self.steps, self.stalled, self.count):
+        for tensor in (self.steps, self.stalled, self.count, self.arrived, self.owed):
             tensor.zero_()
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from equipoise._errors import require_number
+from equipoise._errors import require_number, unknown_name
 from equipoise._problem import Problem
 from equipoise._tree import tree_tensors
 from equipoise.solvers._hyper_config import HyperConfig
@@ -35,6 +35,10 @@ def hyper_solver_for(
         budget: Largest share of the model's parameters; None for any.
         **settings: Of `HyperConfig`; `source=None` for no initialiser.
     """
+    known = [field.name for field in dataclasses.fields(HyperConfig)]
+    for name in settings:
+        if name not in known:
+            raise unknown_name("setting of a learned solver", name, known)
     start = deq.start(*inputs)
     problem = deq.problem(*inputs, z0=start)
     found = _detected(problem)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise._errors import unknown_name
 from equipoise.solvers._hyper_config import HyperConfig
-from equipoise.solvers.base import Solver, as_solver
+from equipoise.solvers.base import SOLVERS, Solver, as_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 
 FILE = "solver.safetensors"
@@ -97,8 +98,8 @@ def load_solver(
     if model is not None and not force and metadata.get("model") not in ("", fingerprint(model)):
         raise WrongModelError(
             f"{path} was fitted to another model than this {type(model).__name__}, or before its weights changed: it "
-            "may not converge. Fit one with `equipoise hyper RUN`, or --finetune this one; force=True takes it as it "
-            "is."
+            "may not converge. Fit one with `equipoise hyper RUN`, or --finetune this one; force=True (--force) "
+            "takes it as it is."
         )
     tensors = () if model is None else (*model.parameters(), *model.buffers())
     place = device or next((tensor.device for tensor in tensors), torch.device("cpu"))
@@ -124,4 +125,6 @@ def named_solver(name: str, model: nn.Module | None = None, *, force: bool = Fal
     """
     if name.startswith(PREFIX):
         return load_solver(name.removeprefix(PREFIX), model, force=force)
+    if name not in SOLVERS:
+        raise ValueError(f"{unknown_name('solver', name, SOLVERS)} {PREFIX}PATH is a learned one.")
     return as_solver(name)

@@ -32,6 +32,7 @@ class LearnedMemory:
     """
 
     def __init__(self, solver: HyperAnderson, spec: StateSpec, z: Leaves) -> None:
+        solver.check_state(spec)
         self.solver, self.spec = solver, spec
         self._kept = solver.empty_state(z)
         for history in self._histories:  # whose storage is made with the first state

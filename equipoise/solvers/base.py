@@ -78,4 +78,8 @@ register_solver = SOLVERS.register
 
 def as_solver(solver: "Solver | str") -> Solver:
     """A solver, given one or its registered name."""
+    if isinstance(solver, str) and solver.startswith("hyper:"):
+        raise ValueError(
+            f"{solver!r} is a learned solver, which belongs to a model: load_solver(PATH, model) gives it."
+        )
     return SOLVERS.instance(solver, Solver)

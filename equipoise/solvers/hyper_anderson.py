@@ -159,6 +159,7 @@ class HyperAnderson(Solver, nn.Module):
 
     def guess(self, problem: "Problem", z: Leaves) -> Leaves:
         """Where a solve begins that was to begin at z; z itself without an initialiser."""
+        self.check_state(problem.spec)
         if self.initialiser is None:
             return z
         if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
@@ -172,6 +173,18 @@ class HyperAnderson(Solver, nn.Module):
             return flat
         cold = torch.stack([(leaf == 0).all(dim=1) for leaf in z]).all(dim=0)
         return [torch.where(cold[:, None], new, old) for new, old in zip(flat, z, strict=True)]
+
+    def check_state(self, spec: StateSpec) -> None:
+        """Raise if the networks are for states of another form: sizes of one leaf, or their number, would not fit."""
+        config, learned = self.config, self.initialiser is not None or self.step is not None
+        sizes, sketched = _state_sizes(spec, config.kind), config.compression == "sketch" and not config.local
+        free = self.initialiser is None and (sketched or not config.learns_steps)
+        if learned and (len(sizes) != len(config.state) if free else sizes != config.state):
+            raise ValueError(
+                f"HyperAnderson: made for {_FORMS[config.kind]}, {_listed(config.state)} by leaf, but this state has "
+                f"leaves of shape {', '.join(str(tuple(shape)) for shape in spec.shapes)}; fit one to this model "
+                "(fit_hyper_solver, `equipoise hyper RUN`)."
+            )
 
     # A step
 
@@ -396,6 +409,26 @@ def _flat(spec: StateSpec, leaves: Leaves) -> Leaves:
         stored = leaf if order is None or spec.batch_dims != 1 else leaf.permute(order)
         flat.append(stored.reshape(leaf.shape[0], -1).contiguous())
     return flat
+
+
+_FORMS = {
+    "sequence": "leaves (N, T, features)",
+    "images": "maps (N, channels, H, W)",
+    "any": "systems of so many numbers",
+}
+
+
+def _state_sizes(spec: StateSpec, kind: str) -> tuple[int | None, ...]:
+    """What the networks know of each leaf: features, channels, or all numbers of a system; None for another form."""
+    events = [shape[spec.batch_dims :] for shape in spec.shapes]
+    rank, axis = {"sequence": (2, 1), "images": (3, 0), "any": (None, 0)}[kind]
+    return tuple(
+        event.numel() if rank is None else int(event[axis]) if len(event) == rank else None for event in events
+    )
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def source_of(problem: "Problem") -> Tensor | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from equipoise._errors import require_count
 from equipoise.data._draws import keyed_order
 from equipoise.data.augment import Augment
-from equipoise.data.images import ImageData, ImageStream, load_images
+from equipoise.data.images import ImageBatch, ImageData, ImageStream, load_images
 from equipoise.tasks.base import Splits, Task
 
 
@@ -112,26 +112,42 @@ class VisionTask(Task):
     def model_defaults(self) -> dict[str, Any]:
         return {"num_classes": len(self.images.classes), "in_channels": self.images.channels}
 
-    def model(self) -> nn.Module:
-        model = super().model()
-        if self.config.transfer is not None:
-            from equipoise.train.load import load
+    def begin(self, model: nn.Module) -> None:
+        if self.config.transfer is None:
+            return
+        from equipoise.train.load import load
 
-            if not hasattr(model, "transfer_from"):
-                raise ValueError(
-                    f"task.transfer: {type(model).__name__} cannot take over parts of another model (transfer_from)."
-                )
-            model.transfer_from(load(self.config.transfer))  # type: ignore[operator]
-        return model
+        if not hasattr(model, "transfer_from"):
+            raise ValueError(
+                f"task.transfer: {type(model).__name__} cannot take over parts of another model (transfer_from)."
+            )
+        model.transfer_from(load(self.config.transfer))  # type: ignore[operator]
+
+    def scores(self, model: nn.Module, batch: ImageBatch) -> Tensor:
+        """(N, classes) scores of images, or (N, classes, H, W) of pixels, in float32 at least."""
+        logits: Tensor = model(batch.images).logits
+        count, *size = batch.targets.shape
+        classes = len(self.images.classes)
+        expected = (count, classes, *size)
+        if logits.shape != expected:
+            raise ValueError(
+                f"task {self.name!r}: {type(model).__name__} gives scores of shape {tuple(logits.shape)} where "
+                f"{expected} are needed: {_remedy(logits, classes, self.masks)}."
+            )
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
     def artifacts(self) -> dict[str, Any]:
         return {"classes.json": list(self.images.classes)}
 
 
-def scores(model: nn.Module, images: Tensor) -> Tensor:
-    """The scores of a model, in float32 at least."""
-    logits: Tensor = model(images).logits
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+def _remedy(logits: Tensor, classes: int, masks: bool) -> str:
+    """What to change about a model whose scores do not fit."""
+    if masks != (logits.dim() == 4):
+        wanted, kind = ("segmentation", "pixel") if masks else ("classification", "image")
+        return f'the task scores each {kind}; choose a model that does, or model.task = "{wanted}" for an MDEQ'
+    if logits.shape[1] != classes:
+        return f"the data have {classes} classes; leave model.num_classes out, and it follows from them"
+    return "a model must score every pixel of an image, at the size of its mask"
 
 
 def mean_of_rows(losses: Tensor, weights: Tensor) -> Tensor:

@@ -80,6 +80,9 @@ class Task(abc.ABC):
         settings = {**self.model_defaults(), **self.model_settings}
         return create_model(settings.pop("name"), **settings)
 
+    def begin(self, model: nn.Module) -> None:  # noqa: B027 (nothing, for most)
+        """Give the model of a new run what it begins with, e.g. parts of another one; a resumed run has its own."""
+
     def share(self, rank: int, world_size: int) -> "Task":
         """The same task on another share of each batch; what has been loaded is not loaded again."""
         twin = copy.copy(self)

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from equipoise._errors import require_count, require_number
 from equipoise.data.augment import Augment, CentreCrop, CropFlip, ResizedCrop
 from equipoise.data.images import ImageBatch
-from equipoise.tasks._vision import VisionConfig, VisionTask, scores
+from equipoise.tasks._vision import VisionConfig, VisionTask
 from equipoise.tasks.base import mean_metrics, register_task
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ class ClassificationConfig(VisionConfig):
         augment: "none"; "crop_flip", crops out of a black frame, mirrored; "resized_crop", windows of any size and
             shape, mirrored.
         padding: Width of the frame of "crop_flip".
-        size: Side of resized crops, and of the middle part that is evaluated; None for the images as they are.
+        size: Side of resized crops, and of the middle part that is evaluated; with augment = "none", of the middle part
+            that is trained on as well. None for the images as they are, which "crop_flip" is for.
         label_smoothing: Share of the target that is spread over all classes.
     """
 
@@ -46,6 +47,11 @@ class ClassificationConfig(VisionConfig):
         require_number("task", "label_smoothing", self.label_smoothing, low=0.0, high=1.0)
         if self.size is not None:
             require_count("task", "size", self.size)
+            if self.augment == "crop_flip":
+                raise ValueError(
+                    f"task: augment = 'crop_flip' keeps the size of images, so size = {self.size} would be evaluated "
+                    "on other sizes than were trained on; leave size out, or use 'resized_crop'."
+                )
         elif self.augment == "resized_crop":
             raise ValueError("task: augment = 'resized_crop' needs a size, the side of the crops, e.g. 224.")
 
@@ -75,12 +81,12 @@ class ClassificationTask(VisionTask):
     def training_step(
         self, model: nn.Module, batch: ImageBatch, carry: Any, step: int
     ) -> tuple[dict[str, Tensor], Any]:
-        logits = scores(model, batch.images)
+        logits = self.scores(model, batch)
         loss = cross_entropy(logits, batch.targets, label_smoothing=self.config.label_smoothing)
         return {"loss": loss, "accuracy": _hits(logits.detach(), batch.targets, 1).float().mean()}, None
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
-        logits = scores(model, batch.images)
+        logits = self.scores(model, batch)
         metrics["loss"].update(cross_entropy(logits, batch.targets, reduction="none"))
         metrics["accuracy"].update(_hits(logits, batch.targets, 1).double())
         if "top5" in metrics:

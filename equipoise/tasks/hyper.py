@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._errors import require_number
+from equipoise._errors import require_count, require_number, unknown_name
 from equipoise.solvers._hyper_choice import hyper_solver_for
+from equipoise.solvers._hyper_config import COMPRESSIONS, WEIGHTS
 from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import (
@@ -305,10 +306,35 @@ class Networks:
     width: int | None = None
     budget: float = 0.04
 
+    def __post_init__(self) -> None:
+        compressions = sorted({name for names in COMPRESSIONS.values() for name in names})
+        if self.weights not in WEIGHTS:
+            raise unknown_name("kind of weights", self.weights, WEIGHTS)
+        if self.compression is not None and self.compression not in compressions:
+            raise unknown_name("compression", self.compression, compressions)
+        for name in ("memory", "hidden", "compressed", "width"):
+            if getattr(self, name) is not None:
+                require_count("solver", name, getattr(self, name))
+        require_number("solver", "budget", self.budget, low=0.0, open_low=True)
+
     def settings(self) -> dict[str, Any]:
         """As arguments of `hyper_solver_for`."""
         values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
         return values if values.pop("initialiser") else {**values, "source": None}
+
+    def require_of(self, solver: HyperAnderson) -> None:
+        """Raise if a solver that is gone on with does not consist of what is asked for; defaults ask for nothing."""
+        has = {
+            **dataclasses.asdict(solver.config),
+            "initialiser": solver.initialiser is not None,
+            "budget": self.budget,
+        }
+        asked, usual = dataclasses.asdict(self), dataclasses.asdict(Networks())
+        for name, value in asked.items():
+            if value != usual[name] and value != has[name]:
+                raise ValueError(
+                    f"solver.{name} = {value} cannot be had: the solver that is gone on with has {has[name]}."
+                )
 
 
 @dataclass(frozen=True)
@@ -434,5 +460,7 @@ def fit_run(
         raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
     opened = open_run(run, "valid", data_dir, which=which, changes=changes)
     solver = load_solver(finetune, device=opened.device) if finetune is not None else None
+    if solver is not None:
+        recipe.solver.require_of(solver)
     record = fit_opened(opened, recipe, folder, solver=solver, seconds=seconds, progress=progress)
     return {"run": str(run), "finetuned": finetune and str(finetune), **record}

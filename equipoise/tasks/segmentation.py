@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from equipoise._errors import require_count, require_number
 from equipoise.data.augment import Augment, ScaleCrop, constants
 from equipoise.data.images import IGNORE, ImageBatch
-from equipoise.tasks._vision import VisionConfig, VisionTask, mean_of_rows, scores
+from equipoise.tasks._vision import VisionConfig, VisionTask, mean_of_rows
 from equipoise.tasks.base import mean_metrics, register_task
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class SegmentationTask(VisionTask):
     def training_step(
         self, model: nn.Module, batch: ImageBatch, carry: Any, step: int
     ) -> tuple[dict[str, Tensor], Any]:
-        c, logits = self.config, scores(model, batch.images)
+        c, logits = self.config, self.scores(model, batch)
         weights = self.class_weights(logits.device)
         losses, counted = _pixel_losses(logits, batch.targets), _weights_of(batch.targets, weights)
         if c.mining is not None:
@@ -96,7 +96,7 @@ class SegmentationTask(VisionTask):
         return {"loss": mean_of_rows(losses, counted).mean()}, None
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
-        logits = scores(model, batch.images)
+        logits = self.scores(model, batch)
         ones = torch.ones(logits.shape[1], device=logits.device)
         metrics["loss"].update(mean_of_rows(_pixel_losses(logits, batch.targets), _weights_of(batch.targets, ones)))
         metrics["pixels"].update(logits.argmax(1), batch.targets)
@@ -108,8 +108,6 @@ class SegmentationTask(VisionTask):
 
 def _pixel_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """(N, H, W) cross-entropy of each pixel; 0 where there is no label."""
-    if logits.shape[-2:] != targets.shape[-2:]:
-        raise ValueError(f"scores of size {tuple(logits.shape[-2:])} for masks of size {tuple(targets.shape[-2:])}.")
     return cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
 
 

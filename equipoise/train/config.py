@@ -245,7 +245,13 @@ class _Builder:
         kind, registry = base.__name__.lower(), FAMILIES[base]
         if "name" in table:
             if not isinstance(table["name"], str) or table["name"] not in registry:
-                raise ConfigError(f"{self.source.of((*path, 'name'))}: {unknown_name(kind, table['name'], registry)}")
+                error = str(unknown_name(kind, table["name"], registry))
+                if str(table["name"]).startswith("hyper:"):
+                    error += (
+                        " A learned solver belongs to the weights it was fitted to: `evaluate --solver` takes one, and"
+                    )
+                    error += " [alternate] fits one during training."
+                raise ConfigError(f"{self.source.of((*path, 'name'))}: {error}")
             cls, default = registry[table["name"]], MISSING
         elif isinstance(default, base):
             cls = type(default)

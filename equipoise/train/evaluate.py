@@ -61,6 +61,8 @@ class Sweep:
     def change(self, plan: Plan, value: Any) -> dict[str, Any]:
         """The changed part of a plan."""
         own = getattr(plan, self.part)
+        if isinstance(own, nn.Module):
+            raise ValueError(f"sweep: {self.key} cannot be varied: a {type(own).__name__} is fitted as it is.")
         known = [field.name for field in dataclasses.fields(own) if field.init]
         if self.name not in known:
             raise unknown_name(f"setting of {type(own).__name__}", self.name, known)
@@ -118,6 +120,7 @@ def score_run(
     *,
     sweep: Sweep | None = None,
     solver: str | None = None,
+    force: bool = False,
     which: str = "best",
     changes: Sequence[str] = (),
     opened: TrainedRun | None = None,
@@ -130,7 +133,8 @@ def score_run(
         steps: Step budgets of the solver; None for the model's own stop rule.
         data_dir: Where data files are.
         sweep: Another setting to vary, instead of `steps`.
-        solver: Name of a solver to use instead of the model's.
+        solver: Name of a solver to use instead of the model's; `hyper:PATH` is a learned one.
+        force: Take a learned solver of another model too.
         which: Of a run: "best" or "latest" checkpoint.
         changes: Of the task's settings, e.g. `task.eval_batch_size=1`.
         opened: The run, if it has been loaded already.
@@ -149,7 +153,8 @@ def score_run(
     if (sweep or solver) and not deqs:
         raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
     opened.task.metrics()  # imports what the first score would else be charged for
-    with override(opened.model, solver=named_solver(solver, opened.model)) if solver else contextlib.nullcontext():
+    by = named_solver(solver, opened.model, force=force) if solver else None
+    with override(opened.model, solver=by) if by is not None else contextlib.nullcontext():
         results = [_point(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
         used = type(plan_of(opened.model).solver).__name__ if deqs else None
     return {

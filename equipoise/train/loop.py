@@ -118,7 +118,10 @@ class _Run:
         shares = make_shares(task, settings.accumulation)
         self.splits: Splits = task.data()
         torch.manual_seed(settings.seed)
-        self.model = task.model().to(self.processes.device)
+        self.model = task.model()
+        if not resume:
+            task.begin(self.model)
+        self.model = self.model.to(self.processes.device)
         # Settings that follow from the data are part of the model: it must load without them.
         self.config = {**recipe.to_data(), "model": {**task.model_defaults(), **recipe.model}}
         check_writable(out, checkpoint_bytes(self.model))
@@ -126,6 +129,11 @@ class _Run:
         stepper = Stepper(settings.optimiser.build(self.model), settings.clip.start(), accelerator.scaler)
         plateau = settings.plateau.start() if settings.plateau else None
         average = WeightAverage(settings.averaging) if settings.averaging else None
+        if recipe.alternate.start is not None and self.processes.count > 1:
+            raise ValueError(
+                f"alternate: a learned solver is fitted in one process, and these are {self.processes.count}, each "
+                "with rows of its own; train in one, or leave alternate.start out."
+            )
         alternation = Alternation(recipe.alternate) if recipe.alternate.start is not None else None
         self.state = RunState(self.model, stepper, shares, plateau, average, alternation)
         self.horizon = Horizon(settings.steps, self.splits.epoch)

@@ -23,7 +23,7 @@ from equipoise.solvers._hyper_file import PREFIX
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import Forward, call_model, evaluating
 from equipoise.tasks.hyper import forward_of
-from equipoise.train.load import TrainedRun, open_run
+from equipoise.train.load import TrainedRun, load, open_run
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
@@ -371,8 +371,10 @@ def pareto_run(
     split: str = "valid",
     data_dir: str | None = None,
     which: str = "best",
+    changes: Sequence[str] = (),
     at: int | None = None,
     explicit: int | None = None,
+    beside: Sequence[str | Path] = (),
     most: int | None = None,
     force: bool = False,
     **options: Any,
@@ -386,19 +388,22 @@ def pareto_run(
         split: Held-out data.
         data_dir: Where data files are.
         which: Of a run: "best" or "latest" checkpoint.
+        changes: Of the task's settings, e.g. `task.eval_batch_size=12` for the batch that is timed.
         at: See `pareto`.
         explicit: Depth of the weight-tied explicit network to put beside it; None for none.
+        beside: Runs on the same data, e.g. of an explicit network, to be single points beside the curves.
         most: Batches to score on; None for all.
         force: Take learned solvers of other models too.
         **options: Of `pareto`.
     """
-    opened = open_run(run, split, data_dir, which=which)
+    opened = open_run(run, split, data_dir, which=which, changes=changes)
     chosen: dict[str, Any] = {}
     for name in solvers:
         made = named_solver(name, opened.model, force=force)
         chosen.setdefault(LEARNED if name.startswith(PREFIX) else name, []).append(made)
     others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
-    path, head = Path(run) / FILE, {"run": str(run)}
+    others |= {Path(other).name: load(other, opened.device) for other in beside}
+    path, head = Path(run) / FILE, {"run": str(run), "changes": list(changes)}
 
     def keep(record: dict[str, Any]) -> None:
         write_json(path, {**head, **record})

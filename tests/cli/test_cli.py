@@ -325,6 +325,17 @@ def test_a_package_that_is_missing_is_named(copy_run, run_main, monkeypatch):
     assert "needs the package torchmetrics: pip install 'equipoise[train]'" in one_line(error)
 
 
+def test_a_package_that_a_model_needs_is_named(copy_recipe, tmp_path, run_main, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    settings = (
+        'task={name="classification", data="digits", options={size=8, train_size=8, test_size=8}, batch_size=4}',
+    )
+    changes = [part for one in (*settings, 'model={name="timm_resnet50"}') for part in ("--set", one)]
+    code, _, error = run_main("train", copy_recipe, "--out", tmp_path / "run", *changes)
+    assert code == 2
+    assert "'resnet50' needs timm, which is not installed: pip install timm" in one_line(error)
+
+
 def test_ctrl_c_ends_with_130(copy_run, run_main, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt

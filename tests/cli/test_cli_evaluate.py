@@ -82,6 +82,10 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
         (("--sweep", "stop.max_step=1:3"), "did you mean 'max_steps'"),
         (("--steps", "1", "--sweep", "stop.rtol=1e-2"), "give either them or the sweep"),
         (("--solver", "andersn"), "did you mean 'anderson'"),
+        (("--solver", "anderson,picard"), "--solver anderson,picard names several, which --pareto compares"),
+        (("--pareto", "--sweep", "stop.rtol=1e-2"), "--sweep cannot be used here: --pareto scores after --steps"),
+        (("--pareto", "--pictures", "2"), "--pictures cannot be used here"),
+        (("--beside", "other"), "--beside cannot be used here: it is a point of --pareto"),
         (("--which", "lates"), "did you mean 'latest'"),
     ],
 )
@@ -173,6 +177,8 @@ def test_options_of_sampling_are_used(text_run):
         (("--top-p", "1.5"), "top_p must be a number"),
         (("--length", "-1"), "length"),
         (("--prompt", "Z"), "'Z' is not among"),
+        (("--solver", "picrad"), "did you mean 'picard'"),
+        (("--solver", "hyper:nowhere"), "no learned solver at nowhere"),
     ],
 )
 def test_a_wrong_generation_ends_with_one_line(text_run, run_main, options, words):

@@ -50,7 +50,7 @@ def test_the_summary_is_readable(run):
     for words in (
         rf"^checkpoint: {find_checkpoint(run)}$",
         r"^solver: [\d,]+ parameters, \d+\.\d\d% of the model's$",
-        r"^fitted in \d+\.\d s$",
+        r"^fitted in \d+\.\d s, to \d+% of the equilibria$",
         r"^  relative residual at the end +[\d.e-]+ +[\d.e-]+$",
         rf"^written: {run / 'other' / 'solver.safetensors'}$",
     ):
@@ -65,6 +65,26 @@ def test_going_on_with_it(run):
     assert again["parameters"] == first["parameters"]
     assert again["first"]["initial"] != first["first"]["initial"]
     assert again["first"]["loss"] == pytest.approx(first["first"]["loss"] - 1)  # that on residuals is over
+
+
+def test_what_it_consists_of_is_kept(run, run_main):
+    fitted(run)
+    code, _, error = run_main("hyper", run, "--finetune", run, "--out", run / "again", "--set", "solver.width=8")
+    assert code == 2
+    assert "solver.width = 8 cannot be had: the solver that is gone on with has 4" in one_line(error)
+
+
+def test_few_equilibria_to_learn_from_are_warned_of(run, monkeypatch):
+    def fit_run(*arguments, **options):
+        ends = {"first": {"accepted": 0.0}, "last": {"accepted": 0.0}, "share": 0.01, "parameters": 9, "seconds": 1.0}
+        return {"checkpoint": "c", "file": "f", "accepted": 0.25, **ends}
+
+    monkeypatch.setattr("equipoise.tasks.hyper.fit_run", fit_run)
+    result = invoke("hyper", run)
+    assert "fitted in 1.0 s, to 25% of the equilibria, none of them in the first or the last step" in result.stdout
+    assert (
+        "warning: only 25% of the equilibria were found well enough to learn from (fit.accept = 0.05)" in result.stderr
+    )
 
 
 def test_settings_from_a_file(run, tmp_path):
@@ -179,6 +199,46 @@ def test_metric_against_time(run, tmp_path):
     assert named[-1] == ("3 layers", 0, None)
     assert (record["metric"], record["reference"]) == ("loss", "anderson")
     assert all(file.stat().st_size for file in draw("pareto", [run], tmp_path / "figures"))
+
+
+def test_metric_against_time_beside_another_run(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    options = ("--solver", "anderson", "--set", "task.batch_size=4", "--beside", other)
+    record = json.loads(invoke("evaluate", run, "--pareto", "--steps", 1, *options, "--json").stdout)
+    assert [(point["solver"], point["steps"]) for point in record["points"]] == [("anderson", 1), ("other", None)]
+    assert record["changes"] == ["task.batch_size=4"]
+
+
+def test_a_learned_solver_does_not_vary(run, run_main):
+    fitted(run)
+    code, _, error = run_main("evaluate", run, "--solver", f"hyper:{run}", "--sweep", "solver.memory=2,3")
+    assert code == 2
+    assert "solver.memory cannot be varied: a HyperAnderson is fitted as it is" in one_line(error)
+
+
+def test_text_is_generated_by_a_learned_solver(text_run, tmp_path, run_main):
+    copied = shutil.copytree(text_run, tmp_path / "text")
+    invoke("hyper", copied, "--steps", 1, *QUICK, "--data-dir", text_run.parent)
+    options = ("--prompt", "a", "--length", 6, "--temperature", 0)
+    code, text, _ = run_main("generate", copied, *options, "--solver", f"hyper:{copied}")
+    assert code == 0
+    assert text.startswith("a")
+    assert len(text) == 8  # the prompt, six characters, the end of the line
+    for path in (copied / "checkpoints").rglob("model.safetensors"):
+        path.write_bytes(_other_weights(path))
+    code, text, error = run_main("generate", copied, *options, "--solver", f"hyper:{copied}")
+    assert (code, text) == (2, "")
+    assert "was fitted to another model" in one_line(error)
+    assert run_main("generate", copied, *options, "--solver", f"hyper:{copied}", "--force")[0] == 0
+
+
+def _other_weights(path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save
+
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    return save({name: value + 1e-3 for name, value in load_file(path).items()}, metadata=metadata)
 
 
 def test_a_solver_of_another_model_is_refused(run, text_run, tmp_path):

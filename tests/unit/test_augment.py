@@ -169,3 +169,18 @@ def test_images_are_normalised_by_channel():
     for k in range(3):
         assert found[:, k] == pytest.approx((images[:, k].double() / 255 - mean[k]) / std[k], abs=1e-5)
     assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "words"),
+    [
+        (ScaleCrop, {"step": 0.0}, r"step must be a number in \(0, inf\)"),
+        (ScaleCrop, {"size": (0, 4)}, "size must be an integer of at least 1, got 0"),
+        (ScaleCrop, {"size": 12}, r"a height and a width, .* got 12"),
+        (ResizedCrop, {"area": (2.0, 1.0)}, r"shares of the image in order, .* got \(2.0, 1.0\)"),
+        (ResizedCrop, {"aspect": (0.0, 1.0)}, "aspect must be positive and in order"),
+    ],
+)
+def test_settings_are_checked_when_they_are_given(make, settings, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make(**settings)

@@ -158,6 +158,14 @@ def test_a_batch_that_is_missing_or_cut_off_is_named(tmp_path):
         load_images("cifar10", tmp_path, verify=False)
 
 
+def test_labels_of_classes_that_do_not_exist_are_refused(tmp_path):
+    write_cifar10_binary(tmp_path / "cifar-10-batches-bin")
+    path = tmp_path / "cifar-10-batches-bin" / "data_batch_3.bin"
+    path.write_bytes(bytes([77]) + path.read_bytes()[1:])
+    with pytest.raises(DamagedDataError, match=r"labels from \d to 77 in 'train', but 10 classes \(0 to 9\)"):
+        load_images("cifar10", tmp_path, verify=False)
+
+
 class _Harmful:
     def __reduce__(self):
         return (print, ("this must not run",))

@@ -245,6 +245,19 @@ def test_sizes_of_inputs_are_free():
     assert solved(eq.DEQ(Sequence(3)), torch.randn(2, 5, 3), solver).value.shape == (2, 5, 3)
 
 
+@pytest.mark.parametrize(
+    ("solver", "deq", "x", "words"),
+    [
+        ("sequence", Sequence(3), (2, 5, 3), r"leaves \(N, T, features\), 6 by leaf, .* of shape \(2, 5, 3\); fit one"),
+        ("images", Sequence(6), (2, 5, 6), r"maps \(N, channels, H, W\), 3, 5 by leaf, .* \(2, 5, 6\)"),
+        ("any", Sequence(6), (2, 5, 6), "systems of so many numbers"),
+    ],
+)
+def test_states_of_another_form_are_refused(solver, deq, x, words):
+    with pytest.raises(ValueError, match=words):
+        solved(eq.DEQ(deq), torch.randn(x), made(solver)[2])
+
+
 def test_channels_last_states_are_the_same_problem():
     deq, x, solver = made("images")
     shaken(solver)
@@ -469,7 +482,22 @@ def test_wrong_settings(settings, words):
         HyperConfig(**{"kind": "sequence", "state": (4,), **settings})
 
 
+def test_a_setting_that_does_not_exist():
+    deq, x, _ = made("any")
+    with pytest.raises(ValueError, match="unknown setting of a learned solver 'widht'; did you mean 'width'"):
+        hyper_solver_for(deq, x, widht=3)
+
+
 # Files
+
+
+def test_by_name_it_needs_its_model():
+    with pytest.raises(
+        ValueError, match=r"'hyper:runs/x' is a learned solver, .*: load_solver\(PATH, model\) gives it"
+    ):
+        eq.DEQ(Sequence(), solver="hyper:runs/x")
+    with pytest.raises(ValueError, match=r"unknown solver 'hypre'.* hyper:PATH is a learned one"):
+        named_solver("hypre")
 
 
 def test_saved_and_loaded(tmp_path):

@@ -17,6 +17,7 @@ from equipoise.tasks.hyper import (
     Balance,
     FitSettings,
     LossWeights,
+    Networks,
     NoEquilibriaError,
     find_targets,
     fit_hyper_solver,
@@ -386,3 +387,19 @@ def test_a_model_without_an_equilibrium():
 def test_wrong_settings(settings, words):
     with pytest.raises(ValueError, match=words):
         FitSettings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"weights": "softmx"}, "did you mean 'softmax'"),
+        ({"compression": "first"}, "unknown compression 'first'. Known: last, lowest, mean, sketch"),
+        ({"memory": 0}, "memory must be an integer of at least 1"),
+        ({"width": 0}, "width must be an integer of at least 1"),
+        ({"budget": 0.0}, "budget must be a number"),
+    ],
+)
+def test_wrong_networks(settings, words):
+    """Said at once: a run may get to them after hours of training."""
+    with pytest.raises(ValueError, match=words):
+        Networks(**settings)

@@ -472,6 +472,8 @@ def test_transfer_names_what_differs():
         model.transfer_from(model_of(channels=(8, 8), expansion=3))
     with pytest.raises(ValueError, match=r"mixings.0.2.bias: absent here, \(8,\) there"):
         model.transfer_from(model_of(post_affine=True))
+    with pytest.raises(ValueError, match=r"2 groups here, 4 there\. Build this model with groups=4"):
+        model.transfer_from(model_of(groups=4))  # weights of the same shapes, another f
     with pytest.raises(TypeError, match="takes an MDEQ, got Linear"):
         model.transfer_from(nn.Linear(2, 2))
 

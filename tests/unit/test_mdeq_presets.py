@@ -146,6 +146,7 @@ def test_small_presets_train(name, size, shape):
         ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\)"),
         ({"expansion": 0}, "expansion must be a number"),
         ({"groups": 0}, "groups must be an integer"),
+        ({"groups": 5, "channels": (5, 5)}, "half as many groups, 2, .* even number of groups, e.g. 4"),
     ],
 )
 def test_settings_are_checked(changes, message):

@@ -7,7 +7,7 @@ import torch
 
 import equipoise as eq
 from equipoise._stop import precision_floor
-from equipoise.ops import AndersonMemory, Standing, anderson_step
+from equipoise.ops import AndersonMemory, Standing, anderson_step, picard_settle
 from tests.kernels import (
     BACKENDS,
     FIXED,
@@ -173,6 +173,53 @@ def test_leaves_are_one_state(backend):
         torch.testing.assert_close(torch.cat(parts[0], dim=1), whole[0][0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(parts[2].residual, whole[2].residual, rtol=1e-6, atol=0)
     assert int(parts[2].count) == 3
+
+
+@pytest.mark.parametrize("stop", [FIXED, eq.Stop(rtol=0.3)])
+def test_many_leaves_of_odd_sizes(small_blocks, stop):
+    """Five leaves of one to three blocks, images in bfloat16 and kept so; kernel against twin, past the ring's end."""
+    kernel = [torch.randn(2, size, device=DEVICE) for size in (5, 16, 33, 1, 17)]
+    twin = [leaf.clone() for leaf in kernel]
+    kept = [AndersonMemory.empty(z, 2, image_dtype=torch.bfloat16) for z in (kernel, twin)]
+    standings = [Standing.start(z) for z in (kernel, twin)]
+    scales = torch.tensor([1.0, 0.2], device=DEVICE)[:, None]
+    for k in range(3):
+        fz = [(leaf + torch.randn_like(leaf) * scales**k).bfloat16() for leaf in twin]
+        for z, memory, standing, backend in zip((kernel, twin), kept, standings, ("triton", "naive"), strict=True):
+            anderson_step(z, fz, memory, standing, stop=stop, ridge=RIDGE, mixing=0.9, backend=backend)
+        assert torch.equal(standings[0].status, standings[1].status)
+        torch.testing.assert_close(standings[0].residual, standings[1].residual, rtol=1e-5, atol=0)
+        torch.testing.assert_close(kept[0].weights, kept[1].weights, rtol=1e-4, atol=1e-4)
+        for ours, theirs in zip(kernel, twin, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        for leaf, source in zip(kernel, twin, strict=True):
+            leaf.copy_(source)  # so that rounding does not add up
+    assert not standings[0].arrived.any()
+    assert stop.fixed_budget or (standings[0].status >= 0).any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mixing", [1.0, 0.7])
+def test_two_buffers_in_turns_are_as_good_as_one(small_blocks, backend, mixing):
+    """Residuals that fall and rise: the same iterates, and after settling the same best ones."""
+    z, kept, standing = start(3, 21, 2)
+    twin, memory, progress = copy_of(z, kept, standing)
+    here, there = twin, [torch.full_like(twin[0], torch.nan)]
+    scales = torch.tensor([[1.0, 0.3, 0.9, 0.1, 0.5], [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 0.5, 0.4, 0.3, 0.2]])
+    for k in range(5):
+        fz = z[0] + scales[:, k : k + 1].to(DEVICE) * image(z)
+        if k == 3:
+            fz[2, 0] = torch.nan
+        before = here[0].clone()
+        anderson_step(z, [fz], kept, standing, stop=FIXED, mixing=mixing, backend=backend)
+        anderson_step(here, [fz], memory, progress, stop=FIXED, mixing=mixing, out=there, backend=backend)
+        torch.testing.assert_close(here[0], before, rtol=0, atol=0, equal_nan=True)
+        here, there = there, here
+        torch.testing.assert_close(here[0], z[0], rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(progress.residual, standing.residual, rtol=0, atol=0)
+    picard_settle(there, there, progress, backend=backend)
+    assert torch.equal(progress.best[0], standing.best[0])
+    assert not progress.owed.any()
 
 
 def test_kernel_takes_rings_of_either_layout():
@@ -380,6 +427,8 @@ def test_errors_say_what_to_do():
         anderson_step(z, [image(z)], kept, standing, stop=FIXED, backend="trition")
     with pytest.raises(ValueError, match="mixing must be a number"):
         anderson_step(z, [image(z)], kept, standing, stop=FIXED, mixing=0.0)
+    with pytest.raises(ValueError, match="out is for fixed budgets"):
+        anderson_step(z, [image(z)], kept, standing, stop=eq.Stop(), out=[torch.empty_like(z[0])])
     wide = start(1, 3, 2, torch.float64)
     with pytest.raises(ValueError, match="kernels take float32, float16 and bfloat16"):
         anderson_step(wide[0], [image(wide[0])], wide[1], wide[2], stop=FIXED, backend="triton")

@@ -7,7 +7,7 @@ import torch
 
 import equipoise as eq
 from equipoise._stop import precision_floor
-from equipoise.ops import Standing, picard_step
+from equipoise.ops import Standing, picard_follow, picard_settle, picard_step
 from tests.kernels import (
     BACKENDS,
     FIXED,
@@ -111,6 +111,31 @@ def test_leaves_are_one_state(backend):
     assert int(apart.count) == 3
 
 
+@pytest.mark.parametrize("stop", [FIXED, eq.Stop(rtol=0.3)])
+def test_many_leaves_of_odd_sizes_take_few_launches(small_blocks, monkeypatch, stop):
+    """Six leaves of one to three blocks in two launches a pass, images of one in bfloat16; kernel against twin."""
+    from equipoise.ops import _blocks
+
+    sizes, seen = (5, 16, 33, 1, 40, 17), []
+    launches = _blocks.Blocks.launches
+    monkeypatch.setattr(_blocks.Blocks, "launches", lambda *a, **k: seen.append(list(launches(*a, **k))) or seen[-1])
+    kernel = [torch.randn(3, size, device=DEVICE) for size in sizes]
+    twin = [leaf.clone() for leaf in kernel]
+    standings = Standing.start(kernel), Standing.start(twin)
+    for k in range(4):
+        fz = [torch.randn_like(leaf) * torch.tensor([1.0, 0.6**k, 0.1**k], device=DEVICE)[:, None] for leaf in kernel]
+        fz = [leaf + image for leaf, image in zip(kernel, fz, strict=True)]
+        fz[2] = fz[2].bfloat16()
+        picard_step(kernel, fz, standings[0], stop=stop, backend="triton")
+        picard_step(twin, fz, standings[1], stop=stop, backend="naive")
+        assert_same_standing(*standings)
+        for ours, theirs in zip(kernel, twin, strict=True):
+            assert torch.equal(ours, theirs)
+    assert {len(pieces) for pieces in seen} == {2}
+    assert len(seen) == 8
+    assert stop.fixed_budget or (standings[0].status >= 0).any()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_with_strides(backend):
     wide = torch.randn(3, 20, device=DEVICE)
@@ -120,6 +145,51 @@ def test_rows_with_strides(backend):
     assert torch.equal(z[0], fz)
     assert torch.equal(wide[:, :2], before[:, :2])
     assert torch.equal(wide[:, 9:], before[:, 9:])
+
+
+# Images as next iterates
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("sizes", [(21,), (5, 33, 1, 40, 17)])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_following_finds_the_best_iterate(small_blocks, backend, sizes, steps):
+    """Three systems whose residuals fall, rise, and fall every other time; nothing but `best` is written."""
+    scales = torch.tensor([[1.0, 0.5, 0.3, 0.2, 0.1], [1.0, 2.0, 3.0, 4.0, 5.0], [1.0, 0.5, 0.9, 0.3, 0.8]])
+    iterates = [[torch.randn(3, size, device=DEVICE) for size in sizes]]
+    for k in range(steps):
+        change = [torch.randn_like(leaf) * scales[:, k : k + 1].to(DEVICE) for leaf in iterates[-1]]
+        iterates.append([leaf + step for leaf, step in zip(iterates[-1], change, strict=True)])
+    kept = [[leaf.clone() for leaf in z] for z in iterates]
+    standing = Standing.start([torch.zeros_like(leaf) for leaf in iterates[0]])
+    for k in range(steps):
+        picard_follow(iterates[k], iterates[k + 1], iterates[max(0, k - 2)], standing, stop=FIXED, backend=backend)
+    picard_settle(iterates[steps - 1], iterates[max(0, steps - 2)], standing, backend=backend)
+    flat = torch.stack([torch.cat(z, dim=1) for z in kept]).double()
+    relative = (flat[1:] - flat[:-1]).norm(dim=2) / flat[1:].norm(dim=2)
+    torch.testing.assert_close(standing.residual.double(), relative.amin(dim=0), rtol=1e-5, atol=0)
+    torch.testing.assert_close(standing.latest.double(), relative[-1], rtol=1e-5, atol=0)
+    best = flat[relative.argmin(dim=0), torch.arange(3)]
+    assert torch.equal(torch.cat(standing.best, dim=1).double(), best)
+    assert int(standing.count) == steps
+    assert not standing.owed.any()
+    assert not standing.arrived.any()
+    assert all(same(now, before) for now, before in zip(iterates, kept, strict=True))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_following_past_values_that_are_not_finite(backend):
+    z, standing = start(2, 9)
+    images = [image(z) for _ in range(4)]
+    images[1][0, 2] = torch.nan
+    iterates = [z[0], *images]
+    for k in range(4):
+        older = [iterates[max(0, k - 2)]]
+        picard_follow([iterates[k]], [iterates[k + 1]], older, standing, stop=FIXED, backend=backend)
+    picard_settle([iterates[3]], [iterates[2]], standing, backend=backend)
+    assert standing.status.tolist() == [int(eq.Status.NONFINITE), -1]
+    assert torch.isfinite(standing.best[0]).all()
+    assert torch.isfinite(standing.residual).all()
 
 
 # Systems
@@ -249,6 +319,8 @@ def test_errors_say_what_to_do():
         picard_step(z, [image(z)], standing, stop=FIXED, backend="trition")
     with pytest.raises(ValueError, match="damping must be a number"):
         picard_step(z, [image(z)], standing, stop=FIXED, damping=0.0)
+    with pytest.raises(ValueError, match="expected a fixed budget"):
+        picard_follow(z, [image(z)], z, standing, stop=eq.Stop())
     wide = start(1, 3, torch.float64)
     with pytest.raises(ValueError, match="kernels take float32, float16 and bfloat16"):
         picard_step(wide[0], [image(wide[0])], wide[1], stop=FIXED, backend="triton")

@@ -122,6 +122,9 @@ def tiny(name, folder):
     if "head_channels" in fields:  # an MDEQ: as many resolutions, all narrow
         model |= {"channels": [config.groups] * len(config.channels), "expansion": 1, "final_channels": 8}
         model["head_channels"] = [2] * len(config.head_channels)
+        # On maps of one pixel in the other layout, torch's strided bf16 convolutions on a CPU leave part of the
+        # gradient of their weights unset.
+        model["channels_last"] = False
     task = dict(TINY_TASKS[recipe.task["name"]])
     if recipe.task["name"] == "classification":
         task["data"] = "digits" if getattr(config, "in_channels", 3) == 1 else "shapes"

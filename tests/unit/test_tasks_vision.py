@@ -215,8 +215,37 @@ def test_mining_takes_the_mean_over_hard_pixels():
 
 
 def test_scores_must_have_the_size_of_the_masks():
-    with pytest.raises(ValueError, match=r"scores of size \(3, 3\) for masks of size \(6, 6\)"):
+    with pytest.raises(
+        ValueError, match=r"shape \(2, 4, 3, 3\) where \(2, 4, 6, 6\) are needed: .* the size of its mask"
+    ):
         segmentation().training_step(Fixed(torch.zeros(2, 4, 3, 3)), batch(masks(2)[1]), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "words"),
+    [
+        (DIGITS, ["model.task=segmentation"], r"scores each image; choose a model .* model.task = \"classification\""),
+        (
+            DIGITS,
+            ["model.num_classes=4"],
+            r"shape \(4, 4\) where \(4, 10\).* data have 10 classes; leave model.num_classes",
+        ),
+        (
+            SHAPES,
+            ["model={name='resnet_cifar_tiny'}"],
+            r"ResNet gives .* scores each pixel; .* model.task = \"segmentation",
+        ),
+        (SHAPES, ["model={name='unet_small', num_classes=2, levels=2}"], "data have 4 classes"),
+    ],
+)
+def test_a_model_for_other_targets_is_refused(settings, changes, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train(recipe(settings, *changes), tmp_path / "run")
+
+
+def test_a_crop_keeps_the_size_of_what_is_evaluated():
+    with pytest.raises(ConfigError, match="keeps the size of images, so size = 6 would be"):
+        recipe(DIGITS, "task.augment=crop_flip", "task.size=6")
 
 
 def test_settings_of_segmentation_are_checked():
@@ -339,19 +368,27 @@ def test_a_segmentation_model_takes_over_stem_and_layer_of_a_classifier(tmp_path
     given = recipe(target, f"task.transfer={tmp_path / 'classifier'}")
     from equipoise.train.load import load
 
-    taken, found = load(tmp_path / "classifier").state_dict(), given.make_task().model().state_dict()
+    task, taken = given.make_task(), load(tmp_path / "classifier").state_dict()
+    model = task.model()
+    task.begin(model)
+    found = model.state_dict()
     shared = [name for name in found if not name.startswith("head.")]
     assert len(shared) > 10
     assert all(torch.equal(found[name], taken[name]) for name in shared)
     assert math.isfinite(train(given, tmp_path / "run").metrics["miou"])
+    # From then on the run has weights of its own.
+    (tmp_path / "classifier").rename(tmp_path / "elsewhere")
+    longer = recipe(target, f"task.transfer={tmp_path / 'classifier'}", f"train.steps={given.train.steps + 1}")
+    assert train(longer, tmp_path / "run", resume=True).step == given.train.steps + 1
 
 
 def test_what_cannot_be_transferred_is_refused(tmp_path):
     given = recipe(SHAPES, "task.transfer=nowhere", "model.name=unet_small")
     given.model.pop("channels")
     given.model.pop("final_channels")
+    task = given.make_task()
     with pytest.raises(ValueError, match="cannot take over parts of another model"):
-        given.make_task().model()
+        task.begin(task.model())
 
 
 # Residuals by resolution

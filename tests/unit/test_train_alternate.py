@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,12 @@ from torch import nn
 import equipoise as eq
 from equipoise import HyperAnderson, Stop
 from equipoise.tasks.hyper import FitSettings, Networks, NoEquilibriaError
+from equipoise.train import loop
 from equipoise.train.alternate import Alternate, Alternation
+from equipoise.train.load import load
+from equipoise.train.loop import train
+from equipoise.train.tracking import read_metrics
+from tests.runs import COPY, recipe
 from tests.unit.test_hyper_fit import Cell
 
 SETTINGS = Alternate(
@@ -22,6 +28,9 @@ SETTINGS = Alternate(
     solver=Networks(hidden=4, compressed=4, width=4),
     fit=FitSettings(unroll=3, learning_rate=1e-2),
 )
+
+
+NAMES = ("whole", "again")
 
 
 def batch(step):
@@ -102,6 +111,21 @@ def test_it_goes_on_from_a_saved_state():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
+    learned = {"start": 1, "first": 2, "every": 2, "refresh": 1, "solver": {"hidden": 4, "width": 4}}
+    given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0}}})
+    train(given, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-000006")
+    train(given, tmp_path / "again", resume=True)
+    whole, again = (load(tmp_path / name, which="latest").state_dict() for name in NAMES)
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    fits = [
+        [line["step"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "hyper" in line] for name in NAMES
+    ]
+    assert fits == [[1, 3, 5]] * 2
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -113,3 +137,11 @@ def test_it_goes_on_from_a_saved_state():
 def test_wrong_settings(settings, words):
     with pytest.raises(ValueError, match=words):
         Alternate(**settings)
+
+
+def test_several_processes_are_refused(tmp_path, monkeypatch):
+    """Each would fit a solver of its own."""
+    monkeypatch.setattr(loop.Processes, "count", 2)
+    monkeypatch.setattr(loop.Processes, "any", lambda self, flag: flag)
+    with pytest.raises(ValueError, match=r"fitted in one process, and these are 2.*alternate\.start"):
+        train(recipe(COPY, "alternate.start=1"), tmp_path)

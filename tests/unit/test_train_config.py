@@ -236,6 +236,10 @@ def test_wrong_values_say_what_was_expected(tmp_path, line, expected):
     ("text", "expected"),
     [
         ('name = "x"\nsolver = "andersen"', "unknown solver 'andersen'; did you mean 'anderson'?"),
+        (
+            'name = "x"\nsolver = "hyper:runs/x"',
+            "`evaluate --solver` takes one, and [alternate] fits one during training",
+        ),
         ('name = "x"\nadjoint = {name = "implict"}', "unknown adjoint 'implict'; did you mean 'implicit'?"),
         ('name = "x"\nsolver = {name = ["anderson"]}', "unknown solver ['anderson']"),
         ('name = "x"\nsolver = 3', "solver: expected a name or a table"),

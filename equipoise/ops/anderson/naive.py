@@ -5,7 +5,7 @@ from torch import Tensor
 
 from equipoise import _leaves
 from equipoise._tree import Leaves
-from equipoise.ops.standing import Rules, Standing, judge, settle
+from equipoise.ops.standing import ADVANCE, KEEP, Rules, Standing, judge, settle
 from equipoise.solvers.anderson import residual_weights
 
 
@@ -21,6 +21,7 @@ def step(
     ridge: float,
     mixing: float,
     bound: float | None,
+    out: Leaves | None,
 ) -> None:
     """See `anderson_step`; everything is written in place."""
     work = standing.residual.dtype
@@ -46,4 +47,9 @@ def step(
     if mixing != 1.0:
         back = [torch.einsum("nm,nmd->nd", alpha, ring) for ring in stored]
         proposal = _leaves.axpy(proposal, mixing - 1.0, back)
-    settle(z, proposal, actions, standing)
+    if out is not None:
+        better = (actions & KEEP) != 0
+        due = (standing.owed == 1) & ~better
+        standing.owed.copy_(better)
+        actions = ADVANCE + KEEP * due.int()
+    settle(out or z, proposal, actions, standing)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of `anderson_step`: measure (a block of one system), solve (a system), mix (a block of one system)."""
+"""The kernels of `anderson_step`: measure (a block of one system, the last of them solves), mix (a block)."""
 
 import math
 
@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise._tree import Leaves
-from equipoise.ops import _kernels
+from equipoise.ops import _blocks, _kernels
 from equipoise.ops.standing import Rules, Standing
 
 # Unknowns per program: 8 per thread and slot of the tile, all loads of a program in flight together.
@@ -16,131 +16,17 @@ BLOCK = 1024
 WARPS = 4
 # Partial sums read at once by the small solve.
 MOST_CHUNK = 128
+# What caches are told about the rings, which are read once a step.
+EVICT = ""
 
 
 @triton.jit
-def _measure(
-    z_ptr,
-    fz_ptr,
-    images_ptr,
-    residuals_ptr,
-    partial_ptr,
-    status_ptr,
-    count_ptr,
-    size,
-    z_row,
-    fz_row,
-    images_row,
-    images_slot,
-    residuals_row,
-    residuals_slot,
-    first_block,
-    num_blocks,
-    MEMORY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FIXED: tl.constexpr,
-):
-    """Store the newest image and residual; partial sums of ⟨g_i, g⟩ for every slot i, ‖g‖² and ‖f‖².
-
-    `partial` is (N, num_blocks, SLOTS + 2). Blocks of several leaves follow one another from `first_block` on.
-    """
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    count = tl.load(count_ptr)
-    if _kernels.is_frozen(status_ptr, row, FIXED):
-        return
-    slot = (count % MEMORY).to(tl.int64)
-    at = block * BLOCK + tl.arange(0, BLOCK)
-    inside = at < size
-    index = tl.arange(0, SLOTS)
-    # Slots never written may hold anything; the oldest one is replaced by the newest residual below.
-    known = (index < tl.minimum(count + 1, MEMORY)) & (index != slot)
-    place = residuals_ptr + row * residuals_row + index.to(tl.int64)[:, None] * residuals_slot + at[None, :]
-    ring = tl.load(place, mask=known[:, None] & inside[None, :], other=0.0).to(tl.float32)  # (SLOTS, BLOCK)
-    z = tl.load(z_ptr + row * z_row + at, mask=inside, other=0.0).to(tl.float32)
-    fz = tl.load(fz_ptr + row * fz_row + at, mask=inside, other=0.0)
-    image = fz.to(tl.float32)
-    g = image - z
-    stored = g.to(residuals_ptr.dtype.element_ty)
-    tl.store(images_ptr + row * images_row + slot * images_slot + at, fz, mask=inside)
-    tl.store(residuals_ptr + row * residuals_row + slot * residuals_slot + at, stored, mask=inside)
-    # Products with the residual as it is stored: the Gram matrix stays positive whatever its dtype.
-    newest = stored.to(tl.float32)[None, :]
-    ring = tl.where((index == slot)[:, None], newest, ring)
-    sums = partial_ptr + (row * num_blocks + first_block + block) * (SLOTS + 2)
-    tl.store(sums + index, tl.sum(ring * newest, axis=1))
-    tl.store(sums + SLOTS, tl.sum(g * g, axis=0))
-    tl.store(sums + SLOTS + 1, tl.sum(image * image, axis=0))
-
-
-@triton.jit
-def _solve(
-    partial_ptr,
-    gram_ptr,
-    weights_ptr,
-    action_ptr,
-    count_ptr,
-    residual_ptr,
-    latest_ptr,
-    status_ptr,
-    steps_ptr,
-    stalled_ptr,
-    limit_ptr,
-    num_blocks,
-    ridge,
-    bound,
-    rtol,
-    atol,
-    diverge,
-    floor,
-    tiny,
-    eps,
-    MEMORY: tl.constexpr,
-    SLOTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PATIENCE: tl.constexpr,
-    FIXED: tl.constexpr,
-    LAST: tl.constexpr,
-):
-    """Judge one system, give its Gram matrix the new row, and solve for the weights."""
-    row = tl.program_id(0).to(tl.int64)
-    if _kernels.is_frozen(status_ptr, row, FIXED):
-        tl.store(action_ptr + row, 0)
-        return
-    count = tl.load(count_ptr)
+def _solve(products, gram_ptr, weights_ptr, count, ridge, bound, MEMORY: tl.constexpr, SLOTS: tl.constexpr):
+    """Give the Gram matrix of one system its new row, and solve for the weights."""
     slot = count % MEMORY
-    filled = tl.minimum(count + 1, MEMORY)
-    partial_ptr += row * num_blocks * (SLOTS + 2)
-    size = _kernels.norm_of_blocks(partial_ptr, SLOTS, num_blocks, SLOTS + 2, CHUNK)
-    image = _kernels.norm_of_blocks(partial_ptr, SLOTS + 1, num_blocks, SLOTS + 2, CHUNK)
-    action = _kernels.judge(
-        row,
-        size,
-        image,
-        count,
-        residual_ptr,
-        latest_ptr,
-        status_ptr,
-        steps_ptr,
-        stalled_ptr,
-        limit_ptr,
-        rtol,
-        atol,
-        diverge,
-        floor,
-        tiny,
-        eps,
-        PATIENCE,
-        FIXED,
-        LAST,
-    )
-    tl.store(action_ptr + row, action)
-
     index = tl.arange(0, SLOTS)
-    used = index < filled
-    products = _kernels.sum_of_blocks(partial_ptr, index, used, num_blocks, SLOTS + 2, CHUNK)
+    used = index < tl.minimum(count + 1, MEMORY)
     products = tl.where(index == slot, products + ridge * products, products)
-    gram_ptr += row * MEMORY * MEMORY
     both = used[:, None] & used[None, :]
     gram = tl.load(gram_ptr + index[:, None] * MEMORY + index[None, :], mask=both, other=0.0)
     gram = tl.where(index[:, None] == slot, products[None, :], gram)
@@ -167,54 +53,249 @@ def _solve(
     w = w / total
     sound = sound & (tl.sum(tl.where(used, tl.abs(w), 0.0), axis=0) <= bound)
     plain = tl.where(index == slot, 1.0, 0.0)
-    tl.store(weights_ptr + row * MEMORY + index, tl.where(sound, w, plain), mask=index < MEMORY)
+    tl.store(weights_ptr + index, tl.where(sound, w, plain), mask=index < MEMORY)
 
 
 @triton.jit
-def _mix(
+def _measure_block(
+    z_ptr,
+    fz_ptr,
+    images_ptr,
+    residuals_ptr,
+    images_slot,
+    residuals_slot,
+    sums_ptr,
+    count,
+    start,
+    size,
+    MEMORY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    slot = (count % MEMORY).to(tl.int64)
+    at = start + tl.arange(0, BLOCK)
+    inside = at < size
+    index = tl.arange(0, SLOTS)
+    # Slots never written may hold anything; the oldest one is replaced by the newest residual below.
+    known = (index < tl.minimum(count + 1, MEMORY)) & (index != slot)
+    place = residuals_ptr + index.to(tl.int64)[:, None] * residuals_slot + at[None, :]
+    wanted = known[:, None] & inside[None, :]
+    ring = tl.load(place, mask=wanted, other=0.0, eviction_policy=EVICT).to(tl.float32)  # (SLOTS, BLOCK)
+    z = tl.load(z_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    fz = tl.load(fz_ptr + at, mask=inside, other=0.0)
+    image = fz.to(tl.float32)
+    g = image - z
+    stored = g.to(residuals_ptr.dtype.element_ty)
+    tl.store(images_ptr + slot * images_slot + at, fz, mask=inside)
+    tl.store(residuals_ptr + slot * residuals_slot + at, stored, mask=inside)
+    # Products with the residual as it is stored: the Gram matrix stays positive whatever its dtype.
+    newest = stored.to(tl.float32)[None, :]
+    ring = tl.where((index == slot)[:, None], newest, ring)
+    tl.store(sums_ptr + index, tl.sum(ring * newest, axis=1))
+    tl.store(sums_ptr + SLOTS, tl.sum(g * g, axis=0))
+    tl.store(sums_ptr + SLOTS + 1, tl.sum(image * image, axis=0))
+
+
+@triton.jit
+def _measure(
+    z_ptrs,
+    fz_ptrs,
+    images_ptrs,
+    residuals_ptrs,
+    z_rows,
+    fz_rows,
+    images_rows,
+    images_slots,
+    residuals_rows,
+    residuals_slots,
+    sizes,
+    firsts,
+    num_rows,
+    partial_ptr,
+    gram_ptr,
+    weights_ptr,
+    action_ptr,
+    arrived_ptr,
+    owed_ptr,
+    count_ptr,
+    residual_ptr,
+    latest_ptr,
+    status_ptr,
+    steps_ptr,
+    stalled_ptr,
+    limit_ptr,
+    num_blocks,
+    ridge,
+    bound,
+    rtol,
+    atol,
+    diverge,
+    floor,
+    tiny,
+    eps,
+    MEMORY: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    EVICT: tl.constexpr,
+    APART: tl.constexpr,
+    PATIENCE: tl.constexpr,
+    FIXED: tl.constexpr,
+    LAST: tl.constexpr,
+):
+    """Store the newest image and residual; partial sums of ⟨g_i, g⟩ for every slot i, ‖g‖² and ‖f‖².
+
+    `partial` is (N, num_blocks, SLOTS + 2). When those of a system are complete it is judged, its Gram matrix gets the
+    new row, and the weights are solved for.
+    """
+    here = firsts[len(z_ptrs)] - firsts[0]
+    row = (tl.program_id(0) // here).to(tl.int64)
+    block = firsts[0] + tl.program_id(0) % here
+    if _kernels.is_frozen(status_ptr, row, FIXED):
+        tl.store(action_ptr + row, 0, mask=block == 0)
+        return
+    count = tl.load(count_ptr)
+    partial_ptr += row * num_blocks * (SLOTS + 2)
+    for i in tl.static_range(len(z_ptrs)):
+        if (block >= firsts[i]) & (block < firsts[i + 1]):
+            _measure_block(
+                z_ptrs[i] + row * z_rows[i],
+                fz_ptrs[i] + row * fz_rows[i],
+                images_ptrs[i] + row * images_rows[i],
+                residuals_ptrs[i] + row * residuals_rows[i],
+                images_slots[i],
+                residuals_slots[i],
+                partial_ptr + block * (SLOTS + 2),
+                count,
+                (block - firsts[i]) * BLOCK,
+                sizes[i],
+                MEMORY,
+                SLOTS,
+                BLOCK,
+                EVICT,
+            )
+    if _blocks.arrives_last(arrived_ptr, row, num_blocks):
+        action = _kernels.judge(
+            row,
+            _kernels.norm_of_blocks(partial_ptr, SLOTS, num_blocks, SLOTS + 2, CHUNK),
+            _kernels.norm_of_blocks(partial_ptr, SLOTS + 1, num_blocks, SLOTS + 2, CHUNK),
+            count,
+            residual_ptr,
+            latest_ptr,
+            status_ptr,
+            steps_ptr,
+            stalled_ptr,
+            limit_ptr,
+            rtol,
+            atol,
+            diverge,
+            floor,
+            tiny,
+            eps,
+            PATIENCE,
+            FIXED,
+            LAST,
+        )
+        if APART:  # what the proposal will be written over is the iterate before, to be kept if it is the best
+            better = (action & _kernels.KEEP) != 0
+            due = (tl.load(owed_ptr + row) == 1) & (better == 0)
+            tl.store(owed_ptr + row, tl.where(better, 1, 0))
+            action = tl.where(due, _kernels.ADVANCE | _kernels.KEEP, _kernels.ADVANCE)
+        tl.store(action_ptr + row, action)
+        used = tl.arange(0, SLOTS) < tl.minimum(count + 1, MEMORY)
+        products = _kernels.sum_of_blocks(partial_ptr, tl.arange(0, SLOTS), used, num_blocks, SLOTS + 2, CHUNK)
+        gram_ptr += row * MEMORY * MEMORY
+        _solve(products, gram_ptr, weights_ptr + row * MEMORY, count, ridge, bound, MEMORY, SLOTS)
+
+
+@triton.jit
+def _mix_block(
     z_ptr,
     best_ptr,
     images_ptr,
     residuals_ptr,
-    weights_ptr,
-    action_ptr,
-    count_ptr,
-    size,
-    z_row,
-    best_row,
-    images_row,
     images_slot,
-    residuals_row,
     residuals_slot,
+    weights_ptr,
+    action,
+    start,
+    size,
     MEMORY: tl.constexpr,
     BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
     MIXING: tl.constexpr,
-    COUNTS: tl.constexpr,
 ):
-    """Keep z if it is the best, then write the weighted sum over it; the kernel of the last leaf counts the step."""
-    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if COUNTS:
-        tl.store(count_ptr, tl.load(count_ptr) + 1, mask=(row == 0) & (block == 0))
-    action = tl.load(action_ptr + row)
-    if action == 0:
-        return
-    at = block * BLOCK + tl.arange(0, BLOCK)
+    at = start + tl.arange(0, BLOCK)
     inside = at < size
-    z_place = z_ptr + row * z_row + at
-    z = tl.load(z_place, mask=inside, other=0.0)
+    z = tl.load(z_ptr + at, mask=inside & _kernels.spread((action & _kernels.KEEP) != 0, BLOCK), other=0.0)
     proposal = tl.zeros([BLOCK], dtype=tl.float32)
-    image_place = images_ptr + row * images_row + at
-    residual_place = residuals_ptr + row * residuals_row + at
+    image_place = images_ptr + at
+    residual_place = residuals_ptr + at
     for i in tl.static_range(MEMORY):
-        weight = tl.load(weights_ptr + row * MEMORY + i)
+        weight = tl.load(weights_ptr + i)
         needed = inside & _kernels.spread(weight != 0.0, BLOCK)  # a slot not in use may hold anything
-        proposal += weight * tl.load(image_place, mask=needed, other=0.0).to(tl.float32)
+        proposal += weight * tl.load(image_place, mask=needed, other=0.0, eviction_policy=EVICT).to(tl.float32)
         if MIXING != 1.0:
-            g = tl.load(residual_place, mask=needed, other=0.0).to(tl.float32)
+            g = tl.load(residual_place, mask=needed, other=0.0, eviction_policy=EVICT).to(tl.float32)
             proposal += (weight * (MIXING - 1.0)) * g
         image_place += images_slot
         residual_place += residuals_slot
-    _kernels.settle(z_place, best_ptr + row * best_row + at, z, proposal, action, inside, BLOCK)
+    _kernels.settle(z_ptr + at, best_ptr + at, z, proposal, action, inside, BLOCK)
+
+
+@triton.jit
+def _mix(
+    z_ptrs,
+    best_ptrs,
+    images_ptrs,
+    residuals_ptrs,
+    z_rows,
+    best_rows,
+    images_rows,
+    images_slots,
+    residuals_rows,
+    residuals_slots,
+    sizes,
+    firsts,
+    num_rows,
+    weights_ptr,
+    action_ptr,
+    count_ptr,
+    MEMORY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVICT: tl.constexpr,
+    MIXING: tl.constexpr,
+    COUNTS: tl.constexpr,
+):
+    """Keep what stands at z if it is the best, then write the weighted sum over it; the last launch counts the step."""
+    here = firsts[len(z_ptrs)] - firsts[0]
+    # Backwards: what was measured last is still in the cache, and what f reads first will be.
+    row = (num_rows - 1 - tl.program_id(0) // here).to(tl.int64)
+    block = firsts[0] + tl.program_id(0) % here
+    if COUNTS:
+        tl.store(count_ptr, tl.load(count_ptr) + 1, mask=tl.program_id(0) == 0)
+    action = tl.load(action_ptr + row)
+    if action == 0:
+        return
+    for i in tl.static_range(len(z_ptrs)):
+        if (block >= firsts[i]) & (block < firsts[i + 1]):
+            _mix_block(
+                z_ptrs[i] + row * z_rows[i],
+                best_ptrs[i] + row * best_rows[i],
+                images_ptrs[i] + row * images_rows[i],
+                residuals_ptrs[i] + row * residuals_rows[i],
+                images_slots[i],
+                residuals_slots[i],
+                weights_ptr + row * MEMORY,
+                action,
+                (block - firsts[i]) * BLOCK,
+                sizes[i],
+                MEMORY,
+                BLOCK,
+                EVICT,
+                MIXING,
+            )
 
 
 def step(
@@ -229,74 +310,47 @@ def step(
     ridge: float,
     mixing: float,
     bound: float | None,
+    out: Leaves | None,
 ) -> None:
     """See `anderson_step`."""
-    n, memory = gram.shape[:2]
-    if n == 0:
+    memory, blocks = gram.shape[1], _blocks.Blocks.of(z, BLOCK)
+    if blocks.systems == 0:
         standing.count.add_(1)
         return
     slots = triton.next_power_of_2(memory)
-    blocks = [triton.cdiv(leaf.shape[1], BLOCK) for leaf in z]
-    total = sum(blocks)
-    partial = weights.new_empty((n, total, slots + 2))
-    action = standing.status.new_empty(n)
-    first = 0
-    for leaf, image, f_ring, g_ring, count in zip(z, fz, images, residuals, blocks, strict=True):
-        _measure[(n, count)](
-            leaf,
-            image,
-            f_ring,
-            g_ring,
-            partial,
-            standing.status,
-            standing.count,
-            leaf.shape[1],
-            leaf.stride(0),
-            image.stride(0),
-            *f_ring.stride()[:2],
-            *g_ring.stride()[:2],
-            first,
-            total,
+    partial = weights.new_empty((blocks.systems, blocks.total, slots + 2))
+    action = standing.status.new_empty(blocks.systems)
+    for grid, leaves in blocks.launches(z=z, fz=fz, images=images, residuals=residuals):
+        _measure[grid](
+            **leaves,
+            partial_ptr=partial,
+            gram_ptr=gram,
+            weights_ptr=weights,
+            action_ptr=action,
+            arrived_ptr=standing.arrived,
+            owed_ptr=standing.owed,
+            num_blocks=blocks.total,
+            ridge=ridge,
+            bound=math.inf if bound is None else bound,
             MEMORY=memory,
             SLOTS=slots,
             BLOCK=BLOCK,
-            FIXED=rules.fixed,
+            CHUNK=min(triton.next_power_of_2(blocks.total), MOST_CHUNK),
+            EVICT=EVICT,
+            APART=out is not None,
+            **_kernels.judging(standing, rules),
             num_warps=WARPS,
         )
-        first += count
-    _solve[(n,)](
-        partial,
-        gram,
-        weights,
-        action,
-        num_blocks=total,
-        ridge=ridge,
-        bound=math.inf if bound is None else bound,
-        MEMORY=memory,
-        SLOTS=slots,
-        CHUNK=min(triton.next_power_of_2(total), MOST_CHUNK),
-        **_kernels.judging(standing, rules),
-        num_warps=1,
-    )
-    for i, (leaf, best, f_ring, g_ring, count) in enumerate(
-        zip(z, standing.best, images, residuals, blocks, strict=True)
-    ):
-        _mix[(n, count)](
-            leaf,
-            best,
-            f_ring,
-            g_ring,
-            weights,
-            action,
-            standing.count,
-            leaf.shape[1],
-            leaf.stride(0),
-            best.stride(0),
-            *f_ring.stride()[:2],
-            *g_ring.stride()[:2],
+    for grid, leaves in blocks.launches(z=out or z, best=standing.best, images=images, residuals=residuals):
+        _mix[grid](
+            **leaves,
+            weights_ptr=weights,
+            action_ptr=action,
+            count_ptr=standing.count,
             MEMORY=memory,
             BLOCK=BLOCK,
+            EVICT=EVICT,
             MIXING=mixing,
-            COUNTS=i == len(z) - 1,
+            COUNTS=leaves["firsts"][-1] == blocks.total,
             num_warps=WARPS,
         )
