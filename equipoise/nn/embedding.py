@@ -14,6 +14,8 @@ from torch.nn.functional import embedding, linear, log_softmax
 from equipoise._errors import require_count
 
 INIT_STD = 0.01
+# Scores of a cluster, of all targets together, up to which a device computes them for targets in other clusters too.
+MOST_SCORES = 2**26
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -142,7 +144,8 @@ class AdaptiveSoftmax(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """The negative log-likelihood of each target in nats, in the order of the targets, in float32 at least.
 
-        Scores of a further cluster are computed for the targets in that cluster only.
+        Scores of a further cluster are computed for the targets in that cluster only, where that saves time: on a
+        device the host would have to wait to learn how many there are, so that up to `MOST_SCORES` all are computed.
 
         Args:
             hidden: (..., d_model).
@@ -162,6 +165,10 @@ class AdaptiveSoftmax(nn.Module):
         for i, (low, high) in enumerate(self.clusters[1:], start=1):
             # The last cluster takes whatever lies above, so that a target outside the vocabulary is refused.
             inside = (flat >= low) & (flat < high) if high < self.vocab_size else flat >= low
+            if _host_runs_ahead(rows) and len(rows) * (high - low) <= MOST_SCORES:
+                chosen = self._tail(i, rows).gather(1, torch.where(inside, flat - low, 0).unsqueeze(1)).squeeze(1)
+                losses = losses - torch.where(inside, chosen, 0.0)
+                continue
             index = inside.nonzero().squeeze(1)
             within = self._tail(i, rows.index_select(0, index))
             chosen = within.gather(1, (flat.index_select(0, index) - low).unsqueeze(1)).squeeze(1)
@@ -194,6 +201,11 @@ class AdaptiveSoftmax(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, tie_weights={self.tie_weights}, tie_projections={self.tie_projections}"
+
+
+def _host_runs_ahead(tensor: Tensor) -> bool:
+    """Whether asking for a number would make the host wait."""
+    return tensor.device.type != "cpu"
 
 
 def _clusters(vocab_size: int, cutoffs: tuple[int, ...]) -> list[tuple[int, int]]:

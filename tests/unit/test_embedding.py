@@ -80,7 +80,16 @@ def test_embedding_equals_the_definition(kind):
         assert relative_error(one, other) <= 1e-13
 
 
-def test_losses_and_gradients_equal_the_full_softmax(kind):
+@pytest.fixture(params=["selects", "never waits"])
+def way(request, monkeypatch):
+    """On a device the host does not ask how many targets a cluster has."""
+    ahead = request.param == "never waits"
+    monkeypatch.setattr("equipoise.nn.embedding._host_runs_ahead", lambda tensor: ahead)
+    if ahead:
+        monkeypatch.setattr(torch.Tensor, "nonzero", None, raising=False)
+
+
+def test_losses_and_gradients_equal_the_full_softmax(kind, way):
     embedding, softmax = build(kind)
     hidden = normal(5, 7, WIDTH, seed=1).requires_grad_()
     targets = torch.randint(VOCAB, (5, 7), generator=torch.Generator().manual_seed(2))
@@ -117,7 +126,20 @@ def test_scores_of_a_cluster_are_computed_for_its_own_targets_only(monkeypatch):
     assert rows == [(1, 1), (2, 3)]
 
 
-def test_a_cluster_without_targets_gets_zero_gradients():
+def test_not_so_many_scores_that_they_would_fill_a_device(monkeypatch):
+    _, softmax = build("clusters")
+    monkeypatch.setattr("equipoise.nn.embedding._host_runs_ahead", lambda tensor: True)
+    hidden, targets = normal(7, WIDTH), torch.tensor([0, 20, 8, 3, 28, 15, 6])
+    rows, tail = [], AdaptiveSoftmax._tail
+    monkeypatch.setattr(AdaptiveSoftmax, "_tail", lambda self, i, h: rows.append((i, len(h))) or tail(self, i, h))
+    sizes = [high - low for low, high in softmax.clusters[1:]]
+    assert sizes[0] < sizes[1]
+    monkeypatch.setattr("equipoise.nn.embedding.MOST_SCORES", 7 * sizes[0])
+    softmax(hidden, targets)
+    assert rows == [(1, 7), (2, 3)]
+
+
+def test_a_cluster_without_targets_gets_zero_gradients(way):
     embedding, softmax = build("clusters")
     softmax(normal(3, WIDTH), torch.tensor([0, 1, 2])).sum().backward()
     for tensor in (embedding.tables[2], embedding.projections[2], softmax.biases[2]):
@@ -197,7 +219,7 @@ def test_initial_values():
 
 
 @pytest.mark.parametrize("token", [-1, VOCAB])
-def test_tokens_outside_the_vocabulary_are_refused(kind, token):
+def test_tokens_outside_the_vocabulary_are_refused(kind, token, way):
     embedding, softmax = build(kind)
     with pytest.raises(IndexError):
         embedding(torch.tensor([[0, token]]))
