@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from equipoise import nn, theory
 from equipoise._fixed_point import fixed_point
+from equipoise._forward import CapturedForward
 from equipoise._module import DEQ, Plan, override
 from equipoise._problem import Problem
 from equipoise._scope import SolveScoped, solve_constant
@@ -56,6 +57,7 @@ __all__ = [
     "Adjoint",
     "Anderson",
     "Broyden",
+    "CapturedForward",
     "EquilibriumError",
     "EquilibriumWarning",
     "HyperAnderson",

@@ -31,7 +31,7 @@ from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._scope import current_scope
 from equipoise._solution import BackwardRecord, EquilibriumWarning, Solution, Stats
 from equipoise._tape import being_recorded, inline, recording_now, used_inline
-from equipoise._tree import Leaves, Tree, tree_tensors
+from equipoise._tree import Leaves, Tree
 from equipoise.adjoints.base import refuse_double_backward, report_failure
 from equipoise.adjoints.implicit import Implicit
 from equipoise.adjoints.neumann import Neumann
@@ -141,12 +141,18 @@ class _Known:
         watch: Over the cell.
         solver: Over the solver, if it is learned.
         like: A problem of theirs, less its inputs.
+        goes_ahead: Whether a recording of theirs that does not hold any more may be replayed, as far as it concerns the
+            cell and the solver.
     """
 
     shape: _Shape
     watch: Watch
     solver: Watch | None
     like: Problem
+    goes_ahead: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.goes_ahead = self.watch.only_parameters and self.solver is None and not inline()
 
     def unchanged(self) -> bool:
         """Whether cell and solver are what they were."""
@@ -195,13 +201,16 @@ class CaptureEngine:
         _check_surroundings()
         _check_adjoint(plan, grad)
         start = deq.start(*inputs) if z0 is None else z0
-        look, tensors = glance(deq, plan, inputs, start, grad) or (None, tree_tensors(inputs))
+        look, tensors, started = glance(deq, plan, inputs, start, grad)
         look = None if look is None else (inline(), look)
         problem = None
         with recording_now:
             known = self._known.get(look)
-            recording = known.shape.free() if known is not None and known.unchanged() else None
-            if known is None or recording is None:
+            recording = None if known is None else known.shape.free()
+            # A look at a large cell takes a while. If nothing is lost by a solve in vain, it waits until the device has
+            # something to do; parameters that have been replaced live as long as the recording.
+            ahead = known is not None and recording is not None and known.goes_ahead and recording.may_run_in_vain
+            if known is None or recording is None or not (ahead or known.unchanged()):
                 problem = deq.problem(*inputs, z0=start)
                 recording, known = self._study(look, deq, plan, problem, start, grad)
             self._clock += 1
@@ -210,20 +219,32 @@ class CaptureEngine:
             lease = Lease(recording)
         if problem is None and recording.constants.modules:  # else it can wait until the device is at work
             problem = known.problem(inputs)
-        sources = recording.load(tensors, _detached(known.like, start), problem)
+        sources = recording.load(tensors, started, problem)
         value, stats = recording.solve()
+        if ahead and not self._still_holds(look, known):
+            lease.release()
+            return self._solve(deq, plan, inputs, start)
         self.replayed += 1
         problem = problem or known.problem(inputs)
         problem._calls[0] += stats.nfe
         stats.nfe = problem.nfe
         record = BackwardRecord() if grad else None
         if recording.backward is None:
-            value = [leaf.clone() for leaf in value]
+            # Out of the buffers, and at once in the dtypes of the state.
+            value = [leaf.to(dtype, copy=True) for leaf, dtype in zip(value, problem.spec.dtypes, strict=True)]
             lease.release()
         else:
             report = _reporter(plan.adjoint, problem)
             value = list(_Captured.apply(lease, record, report, value, *known.watch.parameters, *sources))
         return Solution(value=problem.spec.unflatten(value), stats=stats, problem=problem, record=record)
+
+    def _still_holds(self, look: Any, known: _Known) -> bool:
+        """Whether what was launched is what is wanted; if not, it is forgotten."""
+        with recording_now:  # which puts other parameters into the cell for a while
+            if not known.unchanged():
+                self._known.pop(look, None)
+                return False
+        return True
 
     def _study(
         self, look: Any, deq: "DEQ", plan: "Plan", problem: Problem, start: Tree, grad: bool

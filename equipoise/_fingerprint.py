@@ -7,9 +7,9 @@ key, which may still be an old one.
 
 import enum
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from operator import is_
+from operator import call, is_, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +18,19 @@ from torch import Tensor, nn
 from equipoise._compat import autocast_dtype
 from equipoise._problem import Problem
 from equipoise._recording import CannotCapture
-from equipoise._tree import Tree, tree_flatten
+from equipoise._tree import Tree, tree_flatten, tree_tensors
 
 if TYPE_CHECKING:
     from equipoise._module import DEQ, Plan
 
 # Values that are compared: a recording holds for one value of them.
 PLAIN_VALUES = {bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
+HOOKS = ("_forward_pre_hooks", "_backward_pre_hooks", "_forward_hooks", "_backward_hooks")
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 # What every module has, and what is looked at otherwise; `training` matters.
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# What every module has and a recording does not depend on.
+UNWATCHED = OF_EVERY_MODULE - {"_parameters", "_buffers", "_modules"} - set(HOOKS)
 
 
 # Keys
@@ -92,8 +95,7 @@ def module_form(module: nn.Module, device: torch.device) -> Any:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    before = [module._forward_pre_hooks, module._backward_pre_hooks]
-    return [*before, module._forward_hooks, module._backward_hooks]
+    return [vars(module)[name] for name in HOOKS]
 
 
 def _checked_place(tensor: Tensor | None, device: torch.device) -> Any:
@@ -111,20 +113,20 @@ def _checked_place(tensor: Tensor | None, device: torch.device) -> Any:
 
 def glance(
     deq: "DEQ", plan: "Plan", inputs: tuple[Any, ...], start: Tree, grad: bool
-) -> tuple[Any, list[Tensor]] | None:
-    """What is equal only for solves with equal keys, as long as the cell is the same; and the tensors among the inputs.
+) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """What is equal only for solves with equal keys, as long as the cell is the same; the tensors of inputs and start.
 
     Returns:
-        None if there is something that a glance does not understand.
+        None and those tensors if there is something that a glance does not understand.
     """
     tensors: list[Tensor] = []
     started: list[Tensor] = []
     form, beginning = _outline(inputs, tensors, grad), _outline(start, started, False)
     if form is None or beginning is None or not started:
-        return None
+        return None, tree_tensors(inputs), tree_tensors(start)
     in_dims = tuple(deq.in_dims) if isinstance(deq.in_dims, list) else deq.in_dims
-    given = plan, deq._compiled, grad, deq.batch_dims, in_dims
-    return (given, form, beginning, autocast_dtype(started[0].device.type), *_settings()), tensors
+    given = plan, deq.cell, deq._compiled, grad, deq.batch_dims, in_dims
+    return (given, form, beginning, autocast_dtype(started[0].device.type), *_settings()), tensors, started
 
 
 def _outline(value: Any, tensors: list[Tensor], grad: bool) -> Any:
@@ -151,35 +153,50 @@ def _outlines(kind: Any, values: Iterable[Any], tensors: list[Tensor], grad: boo
 class Watch:
     """Whether a cell is still what it was, by the identities of its parts; they are kept, so none is mistaken.
 
-    Made of a few long lists, because it is asked before every solve.
+    Made of a few long lists, because it is asked in every solve.
+
+    Attributes:
+        parameters: Those that want a gradient.
+        only_parameters: Whether no module has any other tensor, which an evaluation might write to.
     """
 
     def __init__(self, cell: nn.Module) -> None:
         self._modules = list(cell.modules())
         self._kinds = [type(module) for module in self._modules]
         self._attributes = [vars(module) for module in self._modules]
-        inner = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
+        inner: list[dict[str, Any]] = [d for m in self._modules for d in (m._parameters, m._buffers, m._modules)]
         hooks = [d for module in self._modules for d in _hooks(module)]
         self._empty = [d for d in (*inner, *hooks) if not d]
-        self._filled = [*self._attributes, *(d for d in inner if d)]
+        self._filled: list[dict[str, Any]] = [d for d in inner if d]
         self._names = [name for d in self._filled for name in d]
-        self._values = [value for d in self._filled for value in d.values()]
+        self._sizes = list(map(len, self._attributes))
+        self._watched = [itemgetter(*(name for name in d if name not in UNWATCHED)) for d in self._attributes]
+        self._values = list(self._read())
         # By identity: a tensor must not be compared.
         tensors = {id(value): value for value in self._values if isinstance(value, Tensor)}
         self._tensors = list(tensors.values())
         self._places = _places(self._tensors)
         self.parameters = [p for p in cell.parameters() if p.requires_grad]
+        self.only_parameters = all(isinstance(tensor, nn.Parameter) for tensor in self._tensors)
 
     def unchanged(self) -> bool:
         """Whether every module has the same attributes, children and tensors, in the same places, and no hooks."""
-        return (
-            not any(self._empty)
-            and list(map(type, self._modules)) == self._kinds
-            and all(map(is_, map(vars, self._modules), self._attributes))
-            and list(chain.from_iterable(self._filled)) == self._names
-            and all(map(is_, chain.from_iterable(map(dict.values, self._filled)), self._values))
-            and _places(self._tensors) == self._places
-        )
+        try:
+            return (
+                not any(self._empty)
+                and list(map(type, self._modules)) == self._kinds
+                and all(map(is_, map(vars, self._modules), self._attributes))
+                and list(map(len, self._attributes)) == self._sizes
+                and list(chain.from_iterable(self._filled)) == self._names
+                and all(map(is_, self._read(), self._values))
+                and _places(self._tensors) == self._places
+            )
+        except KeyError:  # an attribute has another name
+            return False
+
+    def _read(self) -> Iterator[Any]:
+        attributes = chain.from_iterable(map(call, self._watched, self._attributes))
+        return chain(attributes, chain.from_iterable(map(dict.values, self._filled)))
 
 
 def _places(tensors: list[Tensor]) -> Any:

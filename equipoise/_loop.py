@@ -34,6 +34,9 @@ Evaluate = Callable[[Leaves], Leaves]
 CHUNK = 4
 # Steps of a fixed budget recorded in one piece.
 LONGEST = 32
+# Of these, steps in a piece of their own: the launch of a large graph takes its time, and delays its first kernel. So a
+# small one goes first, and keeps the device busy meanwhile.
+FIRST = 2
 # Solves whose lengths are remembered, to ask the next ones when there may be something to hear.
 REMEMBERED = 8
 # Solves that could have used a smaller loop after which it is recorded: one of them may have been an exception.
@@ -104,7 +107,7 @@ class Method:
     @property
     def takes_half(self) -> bool:
         """Whether images may come in half precision, whatever the dtype of the state."""
-        return not isinstance(self.solver, HyperAnderson) and not self.follows
+        return (self.parts is not None or not isinstance(self.solver, HyperAnderson)) and not self.follows
 
     @property
     def follows(self) -> bool:
@@ -120,7 +123,10 @@ class Method:
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
         if self.parts is not None:
-            return HyperMemory.empty(z, self.parts)
+            # Rounding is relative to a residual: half the bytes, the same equilibrium. Free weights do not end there.
+            whole = z[0].dtype != torch.float32 or self.parts.weights == "free"
+            narrow = None if whole else torch.bfloat16
+            return HyperMemory.empty(z, self.parts, narrow, self.image_dtype)
         if isinstance(self.solver, HyperAnderson):
             assert self.problem is not None
             return LearnedMemory(self.solver, self.problem.spec, z)
@@ -138,7 +144,7 @@ class Method:
         buffers.restart()
 
     def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
-        """One step given f(z), in place; Anderson's may be from elsewhere to elsewhere."""
+        """One step given f(z), in place; Anderson's and a fused one may be from elsewhere to elsewhere."""
         from equipoise.ops import anderson_step, broyden_step, hyper_step, picard_step
 
         z, standing, memory, solver = z or buffers.z, buffers.standing, buffers.memory, self.solver
@@ -149,27 +155,39 @@ class Method:
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
         elif self.parts is not None:
-            hyper_step(z, fz, memory, standing, self.parts, **rules)
+            hyper_step(z, fz, memory, standing, self.parts, **rules, out=out)
         elif isinstance(solver, HyperAnderson):
             learned_step(z, fz, memory, standing, **rules)
         else:
             assert isinstance(solver, Picard)
             picard_step(z, fz, standing, **rules, damping=solver.damping)
 
-    def run(self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool) -> None:
-        """So many steps from z, the last of the solve or not."""
-        if self.follows or (isinstance(self.solver, Anderson) and self.stop.fixed_budget):
-            self._run_apart(buffers, evaluate, steps, ends)
+    def run(
+        self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool, trail: list[Leaves] | None = None
+    ) -> None:
+        """So many steps from z, the last of the solve or not.
+
+        With a trail the iterates need not be brought to z between two runs: the first leaves them there for the second.
+        """
+        apart = isinstance(self.solver, Anderson) or self.parts is not None
+        if self.follows or (apart and self.stop.fixed_budget):
+            self._run_apart(buffers, evaluate, steps, ends, trail)
             return
         for _ in range(steps):
             self.step(buffers, _apart(evaluate(buffers.z), buffers.z))
 
-    def _run_apart(self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool) -> None:
+    def _run_apart(
+        self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool, trail: list[Leaves] | None
+    ) -> None:
         """As `run` where nothing ends: iterates are not written over at once, so that few best ones must be copied."""
         from equipoise.ops import picard_follow, picard_settle
 
         z = before = older = buffers.z
-        spare = [] if self.follows else [torch.empty_like(leaf) for leaf in z]
+        spare: Leaves = []
+        if trail:
+            z, before, older, spare = trail
+        elif not self.follows:
+            spare = [torch.empty_like(leaf) for leaf in z]
         for _ in range(steps):
             image = _apart(evaluate(z), [*z, *buffers.z, *spare])
             if self.follows:
@@ -178,6 +196,9 @@ class Method:
             else:
                 self.step(buffers, image, z, spare)
                 z, before, spare = spare, z, z
+        if trail is not None and not ends:
+            trail[:] = z, before, older, spare
+            return
         picard_settle(before, older, buffers.standing)
         if z is not buffers.z and (not ends or self.stop.select == "last"):
             copy_all(buffers.z, z)
@@ -263,7 +284,7 @@ class Buffers:
         self.memory = method.memory(z)
         self.remembered = tree_tensors(vars(self.memory)) if self.memory is not None else []
         self.led = self.memory if isinstance(self.memory, LearnedMemory) else None
-        self.ended = standing.status.new_zeros((2, self.size), dtype=torch.int64)
+        self.ended = torch.full_like(standing.status, method.stop.max_steps, dtype=torch.int64).repeat(2, 1)
         self.value, self.residual = self.standing.best, self.standing.residual
         if method.stop.select == "last":
             self.value, self.residual = [torch.empty_like(leaf) for leaf in z], torch.empty_like(self.residual)
@@ -282,13 +303,13 @@ class Buffers:
     def conclude(self, stop: Stop) -> None:
         """Settle what is returned; the iteration may go on all the same."""
         standing, (status, steps) = self.standing, self.ended
-        unfinished = standing.status < 0
-        status.copy_(standing.status)
-        status.masked_fill_(unfinished, int(Status.MAX_STEPS))
-        if stop.fixed_budget:
-            steps.fill_(stop.max_steps)
-            status.masked_fill_(unfinished & (standing.residual == 0), int(Status.CONVERGED))
+        if stop.fixed_budget:  # the steps stay what they are, and systems end in one way only
+            torch.ne(standing.residual, 0, out=status)  # MAX_STEPS, or CONVERGED without a residual
+            status.masked_fill_(standing.status >= 0, int(Status.NONFINITE))
         else:
+            unfinished = standing.status < 0
+            status.copy_(standing.status)
+            status.masked_fill_(unfinished, int(Status.MAX_STEPS))
             steps.copy_(standing.steps)
             steps.masked_fill_(unfinished, stop.max_steps)
         if stop.select == "last":
@@ -349,23 +370,33 @@ class Loop:
         self._paces: dict[int, deque[int]] = {}
         self._pieces: dict[tuple[int, bool, bool, int], Work] = {}
         # Pieces refer to addresses only. What they work on lives as long as this does: buffers and what these refer to.
-        self._alive = (evaluate, begin, method)
+        self._alive: tuple[Any, ...] = (evaluate, begin, method)
         most = self.stop.max_steps
         self.whole = min(most, LONGEST if self.stop.fixed_budget else CHUNK)
         led = buffers.led
+        splits = self.stop.fixed_budget and led is None and 2 * FIRST <= most <= LONGEST
+        trail: list[Leaves] | None = [] if splits else None
+        self._alive += (trail,)
+        forgets = tape.runs_python  # the next run makes it anew
 
         def run(steps: int, begins: bool, ends: bool, phase: int) -> None:  # refers to no loop: so there are no cycles
             if begins:
+                if trail:
+                    trail.clear()
                 (begin or partial(method.begin, buffers))()
             if led is not None:
                 led.resume(phase)
-            method.run(buffers, evaluate, steps, ends)
+            method.run(buffers, evaluate, steps, ends, trail)
+            if trail and ends and forgets:
+                trail.clear()
             if led is not None:
                 led.pause(ends)
             if ends:
                 buffers.conclude(method.stop)
 
         lengths = [self.whole] * (most // self.whole) + [most % self.whole] * (most % self.whole > 0)
+        if splits:
+            lengths = [FIRST, most - FIRST]
         last = len(lengths) - 1
         # A budget that is fixed, or no longer than a chunk, is one sequence; else its end comes when it comes.
         in_one_go = self.stop.fixed_budget or last == 0

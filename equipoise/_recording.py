@@ -1,5 +1,6 @@
 """One recording: the steps of a solve, and of its adjoint, on buffers of their own."""
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from equipoise._problem import HALF, Problem, pullback
 from equipoise._scope import SolveScope
 from equipoise._solution import Stats
 from equipoise._tape import Work, copy_all, recording_now, tape_for
-from equipoise._tree import Leaves, tree_flatten, tree_tensors, tree_unflatten
+from equipoise._tree import Leaves, tree_flatten, tree_map, tree_tensors, tree_unflatten
 from equipoise.adjoints.base import sever
 from equipoise.adjoints.implicit import Implicit
 
@@ -162,8 +163,10 @@ class _Static:
         self.aliases = Aliases(deq.cell, grad)
         self.problem = Problem(problem.f, problem.spec, self.inputs, in_dims=problem.in_dims, plain=problem.plain)
         self.problem.scope, self.problem.autocast = constants.fixed(problem.scope, self.held), problem.autocast
-        parameters = self.aliases.of(p for p in deq.cell.parameters() if p.requires_grad) if grad else []
-        self.wanted = [*parameters, *(t for t in tree_tensors((self.inputs, self.held)) if t.requires_grad)]
+        self.wanted: list[Tensor] = []
+        if grad:
+            parameters = self.aliases.of(p for p in deq.cell.parameters() if p.requires_grad)
+            self.wanted = [*parameters, *(t for t in tree_tensors((self.inputs, self.held)) if t.requires_grad)]
 
     def evaluate(self, z: Leaves) -> Leaves:
         with self.aliases:
@@ -175,12 +178,15 @@ class _Static:
             return _image(self.problem, z)
 
     def derive(self, constants: _Constants) -> None:
-        """Compute anew what the solve holds constant; all of it must follow from parameters."""
+        """Compute anew what the solve holds constant, all of it from parameters; later pieces read it where it is."""
         with self.aliases, self.problem.active():
             pairs = zip(constants.modules, constants.examples, strict=True)
             # By the class: while something is recorded, modules refuse to be asked.
             values = [type(module).begin_solve(module, example.detach()) for module, example in pairs]  # type: ignore[attr-defined]
-        copy_all(tree_tensors(self.held), tree_tensors(values))
+        # Leaves that want a gradient, as in `Aliases`.
+        values = tree_map(lambda x: x.requires_grad_(_may_want_gradient(x)) if isinstance(x, Tensor) else x, values)
+        self.problem.scope._derived.update(zip(constants.modules, values, strict=True))
+        self.held = []
 
     @property
     def can_shrink(self) -> bool:
@@ -271,7 +277,7 @@ class Recording:
 
     def __init__(self, deq: "DEQ", plan: "Plan", problem: Problem, z0: Leaves, grad: bool) -> None:
         self.lease: weakref.ref[Lease] | None = None
-        self.turn = 0
+        self.turn, self.draws = 0, False
         self.tape = tape_for(problem.spec.device)
         self.cell, self.compiled = deq.cell, deq._compiled is not None
         self.constants = constants = _Constants.of(problem, z0)
@@ -285,14 +291,24 @@ class Recording:
         if derives:
             self.constants = _Constants()
         given = static.inputs if derives else (static.inputs, static.held)
-        self.places = [*tree_tensors(given), *self.forward.loop.buffers.z]
+        # The start is taken in as it is: it has the shapes of the state, perhaps another dtype.
+        work = dataclasses.replace(problem.spec, dtypes=(problem.spec.work_dtype,) * len(z0))
+        self.places = [*tree_tensors(given), *tree_tensors(work.unflatten(self.forward.loop.buffers.z))]
+
+    @property
+    def may_run_in_vain(self) -> bool:
+        """Whether a solve of it that turns out to be of no use leaves no trace, given that f writes to no tensor."""
+        plain = self.backward is None and not self.constants.modules and not self.draws
+        return plain and bool(self.forward.loop.sequence) and not self.tape.runs_python
 
     @contextmanager
     def _recording(self) -> Iterator[None]:
-        with recording_now, _untouched(self.cell, self.tape.device), torch.inference_mode(False), torch.no_grad():
+        before = Snapshot(self.cell, self.tape.device)
+        with recording_now, _restored(before), torch.inference_mode(False), torch.no_grad():
             try:
                 with nullcontext() if self.compiled else _no_draws(self.cell):
                     yield
+                self.draws = self.draws or before.drawn()
             finally:
                 self.tape.tidy()
 
@@ -319,20 +335,24 @@ class Recording:
             self.deliver = tape.record(partial(adjoint.deliver, backward.value))
 
     @torch.no_grad()
-    def load(self, inputs: Sequence[Tensor], z0: Leaves, problem: Problem | None) -> list[Tensor]:
+    def load(self, inputs: Sequence[Tensor], start: Sequence[Tensor], problem: Problem | None) -> list[Tensor]:
         """Take in the tensors of a problem and its start.
 
         Args:
             inputs: The tensors among its inputs.
-            z0: Its start.
-            problem: The problem itself, if it holds anything constant that is not computed by the recording.
+            start: Those of the state it is solved from.
+            problem: The problem itself; needed if it holds anything constant that is not computed by the recording.
 
         Returns:
             The tensors besides parameters that gradients go to.
         """
         self.tape.take_turn()
-        values = tree_tensors(self.constants.values(problem, z0)) if problem is not None else []
-        copy_all(self.places, [*inputs, *values, *z0])
+        values: list[Tensor] = []
+        if self.constants.modules:
+            assert problem is not None
+            z0 = [leaf.detach().to(problem.spec.work_dtype).contiguous() for leaf in problem.spec.flatten(list(start))]
+            values = tree_tensors(self.constants.values(problem, z0))
+        copy_all(self.places, [*inputs, *values, *start])
         return [tensor for tensor in (*inputs, *values) if tensor.requires_grad]
 
     @torch.no_grad()
@@ -418,6 +438,12 @@ class Snapshot:
         self.random = torch.get_rng_state()
         self.on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
+    def drawn(self) -> bool:
+        """Whether a random number has been drawn since."""
+        if self.on_device is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.on_device):
+            return True
+        return not torch.equal(torch.get_rng_state(), self.random)
+
     @torch.no_grad()
     def restore(self) -> None:
         for buffer, version, value in self.buffers:
@@ -433,9 +459,8 @@ def _version(tensor: Tensor) -> int | None:
 
 
 @contextmanager
-def _untouched(cell: nn.Module, device: torch.device) -> Iterator[None]:
+def _restored(before: Snapshot) -> Iterator[None]:
     """Undo what evaluations made for a recording do to buffers and random generators."""
-    before = Snapshot(cell, device)
     try:
         yield
     finally:

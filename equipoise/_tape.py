@@ -19,6 +19,12 @@ from equipoise._compat import abandon_pool
 
 Work = Callable[[], None]
 
+# A launch for many tensors copies as many elements with one block as take longer than a launch. So tensors larger than
+# this get a launch each, unless they are many, or large enough together to keep a device busy.
+LARGE = 2**15
+MANY = 8
+AMPLE = 2**24
+
 # One recording at a time in a process: memory and libraries are set up for a recording as a whole.
 recording_now = threading.RLock()
 
@@ -65,10 +71,15 @@ def being_recorded() -> bool:
 
 
 def copy_all(places: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy many tensors, with one launch for those of one dtype if all are dense."""
-    by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for place, source in zip(places, sources, strict=True):
-        ours, theirs = by_dtype.setdefault(place.dtype, ([], []))
+    """Copy many tensors, with one launch for those of one dtype that are small; all must be dense for that."""
+    large = [place.numel() > LARGE for place in places]
+    alone = 0 < sum(large) <= MANY and sum(map(Tensor.numel, places)) < AMPLE
+    by_dtype: dict[tuple[torch.dtype, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for place, source, is_large in zip(places, sources, large, strict=True):
+        if is_large and alone:
+            place.copy_(source)
+            continue
+        ours, theirs = by_dtype.setdefault((place.dtype, source.dtype), ([], []))
         ours.append(place)
         theirs.append(source)
     for ours, theirs in by_dtype.values():
@@ -95,6 +106,8 @@ def own_casts(device_type: str) -> Iterator[None]:
 
 class Reruns:
     """Recordings that are run again from Python: for devices without graphs, and inside of something larger."""
+
+    runs_python = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -149,6 +162,8 @@ _failed: list[Any] = []
 
 class Graphs:
     """CUDA graphs that share memory, so they must be replayed one after another, as they were recorded."""
+
+    runs_python = False
 
     def __init__(self, device: torch.device) -> None:
         if device not in _sides:

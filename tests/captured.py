@@ -162,6 +162,8 @@ class _Noting(TorchDispatchMode):
 class Emulated(Reruns):
     """A tape of operations on the tensors they were first done on: no Python, no new tensors, nothing read."""
 
+    runs_python = False
+
     def __init__(self, device):
         super().__init__(device)
         self.turns = 0
@@ -205,6 +207,8 @@ class Emulated(Reruns):
 
 class Silent(Reruns):
     """Replays do nothing: what remains is what a solve does besides them."""
+
+    runs_python = False
 
     def record(self, run):
         run()

@@ -5,7 +5,10 @@
 Rows "step" are one step of a solver on the state of an MDEQ preset or a DEQ-Transformer, replayed from a CUDA graph
 after a cheap f, whose time is taken off: microseconds, launches, and the bandwidth that the least traffic of the step
 (each array that it must see read or written once) would amount to; `--blocks`, `--warps` and `--evict` ask for other
-kernels. Rows "parts" time bare evaluations of f and solves at two budgets, so that a line through both tells the cost
+kernels. Rows "learned" are likewise steps of learned solvers of the sizes that `hyper_solver_for` gives them, beside
+Anderson's on the same states, from one iterate to another: "hyper" in float32 throughout, "half" with residuals
+remembered in bfloat16, "bf16" with images in it too, "place" in float32 with iterates written over, as in solves to a
+tolerance. Rows "parts" time bare evaluations of f and solves at two budgets, so that a line through both tells the cost
 per step from the cost per solve, and how long the host is kept before a solve returns. Rows "profile" list the kernels
 of one replayed solve beside those of as many bare evaluations of f: what is in one list and not in the other is the
 solver's, and what is in both and takes longer in one is f's.
@@ -30,11 +33,14 @@ from torch import Tensor
 import equipoise as eq
 from benchmarks.kernels.mdeq_gpu import CASES, SOLVERS, Bench, Case, _wait
 from equipoise._loop import Method
+from equipoise._problem import StateSpec
 from equipoise._tape import tape_for
 from equipoise.bench.cells import SHAPES
 from equipoise.bench.cells import Bench as SequenceBench
 from equipoise.bench.solver import bare as sequence_bare
-from equipoise.ops import Standing
+from equipoise.ops import AndersonMemory, HyperMemory, HyperParts, Standing, anderson_step, hyper_step, picard_settle
+from equipoise.solvers import HyperAnderson
+from equipoise.solvers._hyper_config import HyperConfig
 
 Row = dict[str, Any]
 Work = Callable[[], Any]
@@ -54,6 +60,18 @@ ALL: dict[str, eq.Solver] = {**SOLVERS, "damped": eq.Picard(0.9)}
 # Bytes that a step moves per unknown at the least, float32 throughout: z and f(z) read once, what follows written once;
 # the older residuals and images of Anderson read once, the newest written.
 IDEAL = {"picard": 4 * 2, "damped": 4 * 4, "anderson": 4 * (2 + 5 + 2 + 5 + 2), "broyden": 4 * 4}
+
+
+# Systems, leaves of each, inner sizes of the networks: DEQ-TrellisNet, two DEQ-Transformers, MDEQ.
+LEARNED: dict[str, tuple[int, list[tuple[int, ...]], int]] = {
+    "trellisnet": (12, [(70, 1400)], 64),
+    "small": (12, [(70, 256)], 64),
+    "wide": (15, [(150, 704)], 64),
+    "tiny16": (16, [(24, 32, 32), (24, 16, 16)], 20),
+    "tiny128": (128, [(24, 32, 32), (24, 16, 16)], 20),
+    "large48": (48, [(32, 32, 32), (64, 16, 16), (128, 8, 8), (256, 4, 4)], 64),
+}
+WAYS = ("anderson", "half", "hyper", "anderson bf16", "bf16", "place")
 
 
 # Steps alone
@@ -92,17 +110,21 @@ class Buffers:
 def step_row(name: str, solver: str, device: torch.device, rounds: int, shrink: int, given: dict[str, Any]) -> Row:
     """One step of a solver, the time of f taken off."""
     buffers = Buffers(name, ALL[solver], device, shrink)
+    with cut(solver, given):
+        return timed(buffers, IDEAL[solver] * buffers.unknowns, device, rounds)
+
+
+def timed(buffers: Any, ideal: int, device: torch.device, rounds: int) -> Row:
+    """Steps with f less f alone, both replayed."""
     tape: Any = tape_for(device)
     works = []
-    with cut(solver, given):
-        for steps in (True, False):
-            tape.rehearse(partial(buffers.run, steps))
-            works.append(tape.record(partial(buffers.run, steps)))
+    for steps in (True, False):
+        tape.rehearse(partial(buffers.run, steps))
+        works.append(tape.record(partial(buffers.run, steps)))
     whole, bare = (milliseconds(work, device, rounds) for work in works)
     us = 1e3 * (whole - bare) / ALONE
     kernels, others = (profiled(work, device) for work in works)
     own = {kernel: times for kernel, times in kernels.items() if kernel not in others}
-    ideal = IDEAL[solver] * buffers.unknowns
     return {
         "us": us,
         "launches": sum(map(len, own.values())) / ALONE,
@@ -110,6 +132,82 @@ def step_row(name: str, solver: str, device: torch.device, rounds: int, shrink: 
         "GB/s": ideal / us / 1e3,
         "kernels": {f"{len(times) / ALONE:g} {kernel[:40]}": sum(times) / ALONE for kernel, times in own.items()},
     }
+
+
+class Learned:
+    """A learned solver's steps, or Anderson's, on one of the states of `LEARNED`, with the same cheap f."""
+
+    def __init__(self, name: str, way: str, device: torch.device, shrink: int) -> None:
+        n, shapes, inner = LEARNED[name]
+        torch.manual_seed(0)
+        state = tuple(torch.rand(max(1, n // shrink), *shape, device=device) for shape in shapes)
+        spec = StateSpec.of(state)
+        self.start = spec.flatten(state)
+        self.z, self.spare = ([torch.empty_like(leaf) for leaf in self.start] for _ in range(2))
+        self.target, self.rate = ([torch.rand_like(leaf) for leaf in self.start] for _ in range(2))
+        self.half = torch.bfloat16 if way.endswith("bf16") else None
+        if self.half is not None:
+            self.target = [leaf.to(self.half) for leaf in self.target]
+        self.way, self.standing = way, Standing.start(self.start)
+        self.unknowns = sum(leaf.numel() for leaf in self.start)
+        kind = "images" if len(shapes[0]) == 3 else "sequence"
+        sizes = tuple(shape[0] if kind == "images" else shape[1] for shape in shapes)
+        local = kind == "sequence"
+        solver = HyperAnderson(HyperConfig(kind, sizes, compressed=inner, width=inner, local=local)).to(device)
+        with torch.no_grad():
+            for parameter in solver.parameters():
+                parameter.add_(0.003 * torch.randn_like(parameter))
+        self.parts = HyperParts.of(solver, spec)
+        residual = torch.bfloat16 if way in ("half", "bf16") else None
+        self.memory: Any = (
+            AndersonMemory.empty(self.z, self.parts.memory, self.half)
+            if way.startswith("anderson")
+            else HyperMemory.empty(self.z, self.parts, residual, self.half)
+        )
+
+    def run(self, steps: bool) -> None:
+        """Evaluations of f, with steps or without."""
+        stop = eq.Stop(rtol=0, max_steps=ALONE)
+        self.standing.restart(self.start)
+        z, spare = self.z, self.spare
+        for leaf, start in zip(z, self.start, strict=True):
+            leaf.copy_(start)
+        before = z
+        for _ in range(ALONE):
+            fz = self.f(z)
+            if not steps:
+                continue
+            if self.way == "place":
+                hyper_step(z, fz, self.memory, self.standing, self.parts, stop=stop)
+                continue
+            if self.way.startswith("anderson"):
+                anderson_step(z, fz, self.memory, self.standing, stop=stop, out=spare)
+            else:
+                hyper_step(z, fz, self.memory, self.standing, self.parts, stop=stop, out=spare)
+            before, z, spare = z, spare, z
+        if steps and self.way != "place":
+            picard_settle(before, z, self.standing)
+
+    def f(self, z: list[Tensor]) -> list[Tensor]:
+        """Some way to the target, in the dtype that f has."""
+        if self.half is None:
+            return [torch.lerp(*leaves) for leaves in zip(z, self.target, self.rate, strict=True)]
+        return [torch.add(b, a, alpha=0.5).to(self.half) for a, b in zip(z, self.target, strict=True)]
+
+    @property
+    def ideal(self) -> int:
+        """Bytes that a step moves at the least, as in `IDEAL`; a learned step length needs the residuals once more."""
+        size = {name: getattr(self.memory, name)[0].element_size() for name in ("images", "residuals")}
+        image, residual, m = size["images"], size["residuals"], self.parts.memory
+        again = 0 if self.way.startswith("anderson") else (m - 1) * residual
+        return self.unknowns * (2 * 4 + (m - 1) * (image + residual) + 2 * image + residual + again)
+
+
+def learned_row(name: str, way: str, device: torch.device, rounds: int, shrink: int) -> Row:
+    """One step of a learned solver, or of Anderson beside it."""
+    buffers = Learned(name, way, device, shrink)
+    row = timed(buffers, buffers.ideal, device, rounds)
+    return row | {"residual": float(buffers.standing.residual.max())}
 
 
 @contextmanager
@@ -273,6 +371,8 @@ def rows_of(device: torch.device, options: argparse.Namespace) -> dict[str, Work
         found[f"profile tiny {solver}"] = partial(profile, "tiny", solver)
     for name, solver in itertools.product(("tiny", "large"), ALL):
         step(name, solver)
+    for way, name in itertools.product(WAYS, LEARNED):
+        found[f"learned {name} {way}"] = partial(learned_row, name, way, device, rounds, shrink)
     for name in cases:
         found[f"parts {name}"] = partial(parts, name, False)
     if device.type == "cuda":
@@ -295,7 +395,7 @@ def rows_of(device: torch.device, options: argparse.Namespace) -> dict[str, Work
 def lines(name: str, row: Row) -> list[str]:
     if "failed" in row:
         return [f"{name:34} FAILED {row['failed']}"]
-    if name.startswith("step"):
+    if name.startswith(("step", "learned")):
         parts = ", ".join(f"{kernel} {us:.1f}" for kernel, us in row["kernels"].items())
         return [
             f"{name:34} {row['us']:7.1f} us, {row['launches']:4.1f} launches, ideal {row['ideal MB']:6.1f} MB "

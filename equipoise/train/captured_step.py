@@ -33,6 +33,7 @@ from equipoise._draws import Rows
 from equipoise._fingerprint import OF_EVERY_MODULE, PLAIN_VALUES
 from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._solution import EquilibriumWarning, Stats
+from equipoise._static import Noted, buffer_like, comparable
 from equipoise._stop import Stop
 from equipoise._tape import Graphs, Work, copy_all, recording_now, solves_inline
 from equipoise._tree import tree_flatten, tree_map, tree_tensors, tree_unflatten
@@ -78,35 +79,6 @@ _AnyStep = type("_AnyStep", (), {f"__{use}__": _refuse for use in _USES.split()}
 """In place of the number of a step."""
 
 
-class _Noted:
-    """A batch that notes which of its plain values are read: a recording holds for these values.
-
-    Args:
-        batch: Its tensors are those of a recording.
-        device: Where they are.
-        read: Takes the names.
-    """
-
-    def __init__(self, batch: Any, device: torch.device, read: dict[str, None]) -> None:
-        self._batch, self._device, self._read = batch, device, read
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._batch, name)
-        tensors = tree_tensors(value)
-        if any(tensor.device.type != self._device.type for tensor in tensors):
-            raise CannotCapture(f"the task reads {name!r} of a batch on the host")
-        if not tensors:
-            _comparable(value, f"{name!r} of a batch")
-            self._read[name] = None
-        return value
-
-
-def _comparable(value: Any, what: str) -> Any:
-    if type(value) in PLAIN_VALUES or isinstance(value, Rows):
-        return value
-    raise CannotCapture(f"{what} is of type {type(value).__name__}, which can neither be copied nor compared")
-
-
 def _form(tensor: Tensor) -> Any:
     """A tensor as far as a recording depends on it: it is copied into a dense one."""
     return tensor.shape, tensor.dtype, tensor.device
@@ -114,7 +86,7 @@ def _form(tensor: Tensor) -> Any:
 
 def _forms(tree: Any, what: str) -> list[Any]:
     leaves, _ = tree_flatten(tree)
-    return [_form(leaf) if isinstance(leaf, Tensor) else _comparable(leaf, what) for leaf in leaves]
+    return [_form(leaf) if isinstance(leaf, Tensor) else comparable(leaf, what) for leaf in leaves]
 
 
 def _attributes(model: nn.Module) -> list[Any]:
@@ -198,7 +170,7 @@ class _Kind:
         """Write down what a pass made, where it is found after every replay."""
         results = made.losses, made.forward, made.backward, norm
         if rehearsed:  # what it is written to lies outside of the memory of graphs
-            self.outputs, self.carried = _Outputs(results), tree_map(_like, made.carry)
+            self.outputs, self.carried = _Outputs(results), tree_map(buffer_like, made.carry)
         assert self.outputs is not None
         if _forms(self.carried, "") != _forms(made.carry, "something carried on"):
             raise CannotCapture("two steps of one kind differ in what they carry on")
@@ -210,10 +182,6 @@ class _Kind:
         assert self.outputs is not None
         losses, forward, backward, norm = self.outputs.take()
         return Pass(losses, self.carried, forward, backward), norm
-
-
-def _like(leaf: Any) -> Any:
-    return torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, Tensor) else leaf
 
 
 def _sources(batch: Any, carry: Any, device: torch.device) -> list[Tensor]:
@@ -361,7 +329,7 @@ class CapturedSteps:
         if kind.batch is None:
             static = copy.copy(batch)
             static.__dict__.update(tree_map(self._buffer, vars(batch)))
-            kind.batch, kind.carry = _Noted(static, self.device, self._read), tree_map(self._buffer, carry)
+            kind.batch, kind.carry = Noted(static, self.device, self._read), tree_map(self._buffer, carry)
             kind.places = _sources(static, kind.carry, self.device)
         copy_all(kind.places, sources)
         set_learning_rate(self.stepper.optimizer, factor)
@@ -373,7 +341,7 @@ class CapturedSteps:
         self._written = numbers
 
     def _buffer(self, leaf: Any) -> Any:
-        return leaf if isinstance(leaf, Tensor) and leaf.device.type != self.device.type else _like(leaf)
+        return leaf if isinstance(leaf, Tensor) and leaf.device.type != self.device.type else buffer_like(leaf)
 
     def _seed(self, seed: int) -> None:
         torch.cuda.manual_seed(seed) if self.device.type == "cuda" else torch.manual_seed(seed)

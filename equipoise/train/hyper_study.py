@@ -3,7 +3,6 @@
 What takes long is kept in the run, RUN/hyper/NAME/seed-K, so that the same command goes on where it was ended.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._fixed_point import solve
-from equipoise._module import deqs_in, override
+from equipoise._module import override
 from equipoise._stop import Stop
 from equipoise.adjoints import Implicit
 from equipoise.solvers import Solver, as_solver, fingerprint
@@ -31,9 +30,9 @@ from equipoise.train.config import to_data
 from equipoise.train.hyper_summary import concluded, markdown
 from equipoise.train.load import TrainedRun, home_of, load, open_run
 from equipoise.train.loop import LOG as METRICS
-from equipoise.train.loop import evaluate
 from equipoise.train.pareto import FILE as PARETO
 from equipoise.train.pareto import LEARNED, curves, pareto_opened
+from equipoise.train.scoring import Scoring, engine_of
 from equipoise.train.tracking import environment, plain, read_metrics, write_json
 
 CLASSIC = ("anderson", "broyden")
@@ -43,7 +42,7 @@ FAR = 3  # times the unrolled steps, to which residuals are followed
 FEW_SYSTEMS = 128  # whose residuals are followed for a variant
 MANY_SYSTEMS = 1000  # likewise for the solver that is reported
 LEAST_SECONDS = 1.0  # that a fit gets, however little time is left
-REDRAWN = 30.0  # seconds between figures of a report that is not complete yet
+REDRAWN = 8.0  # seconds between figures of a report that is not complete yet
 ANY = 1e30  # residual up to which held-out systems count: none is left out
 
 Say = Callable[[str], None]
@@ -187,6 +186,7 @@ class _Study:
     ) -> None:
         self.opened, self.folder, self.measuring, self.far, self.say = opened, folder, measuring, far, say
         self.changes, self.model_hash = changes, fingerprint(opened.model)
+        self.score = Scoring(opened, measuring.split, measuring.most)
         self.skipped: dict[str, str] = {}
         self._pools: list[Pool] = []
         self._held: Pool | None = None
@@ -282,7 +282,8 @@ class _Study:
         """Metrics after each number of steps, from none on, and relative residuals step by step."""
         known = {point["steps"]: {name: point[name] for name in ("metric", "loss")} for point in scored}
         points = []
-        with _eager(self.opened.model), torch.no_grad(), self.opened.autocast():
+        # Recording each solver for each number of steps takes longer than some solves; for many, `Scoring` does it.
+        with engine_of(self.opened.model, "eager"), torch.no_grad(), self.opened.autocast():
             for steps in (0, *self.measuring.budgets):
                 if steps in known:
                     points.append({"steps": steps, **known[steps]})
@@ -302,9 +303,8 @@ class _Study:
             return self._metrics()
 
     def _metrics(self) -> dict[str, float]:
-        opened, m = self.opened, self.measuring
-        found = evaluate(opened.task, opened.model, opened.splits, m.split, opened.device, most=m.most)
-        return {"metric": found[opened.task.score], "loss": found.get("loss", math.nan)}
+        found = self.score(self.opened.model)
+        return {"metric": found[self.opened.task.score], "loss": found.get("loss", math.nan)}
 
     def _residuals(self, solver: Solver, systems: int) -> dict[str, Any]:
         """Mean, spread and median over systems of the residual at the start and after each step."""
@@ -352,20 +352,6 @@ def _until(batches: Any, systems: int) -> Iterator[Any]:
             return
         count += batch.rows.count
         yield batch
-
-
-@contextlib.contextmanager
-def _eager(model: nn.Module) -> Iterator[None]:
-    """Solves by the eager engine: recording each solver for each number of steps takes longer than solving once."""
-    deqs = deqs_in(model)
-    before = [deq.engine for deq in deqs]
-    try:
-        for deq in deqs:
-            deq.engine = "eager"
-        yield
-    finally:
-        for deq, engine in zip(deqs, before, strict=True):
-            deq.engine = engine
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -420,15 +406,21 @@ class _Report:
         self.write()
 
     def write(self, complete: bool = False) -> dict[str, Any]:
-        """Write all files; figures not each time, unless this is the last one."""
+        """Write all files; figures not each time, unless this is the last one, and then the text says so."""
         record = plain(concluded(self.record, self.timing, self.training, self.recipes))
+        self._write_text(record, behind=True)  # first: the work may be ended at any time
         write_json(self.out / PARETO, self.timing)
         write_json(self.out / REPORT, record)
         if complete or time.perf_counter() - self._drawn > REDRAWN:
             self.figures, self._drawn = _draw(self.out, record, self.say), time.perf_counter()
-        (self.out / "README.md").write_text(markdown(record, self.figures), encoding="utf-8")
+            self._write_text(record, behind=False)
         files = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
         return {**record, "files": [str(path) for path in files]}
+
+    def _write_text(self, record: dict[str, Any], behind: bool) -> None:
+        """The README; `behind` if figures may lack what the numbers have."""
+        text = markdown(record, self.figures, behind=behind and bool(self.figures))
+        (self.out / "README.md").write_text(text, encoding="utf-8")
 
     def _variant(self, name: str) -> dict[str, Any]:
         return {"published": self.recipes[name].published, "fits": [fit.record for fit in self.fits[name]]}

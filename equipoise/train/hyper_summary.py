@@ -1,5 +1,6 @@
 """What the measurements of learned solvers amount to: overhead, orderings, tables."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,12 @@ SHOWN = (1, 2, 4, 6, 8, 10, 12)  # numbers of steps in tables
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the line through points (x, y) by least squares; NaN for fewer than two."""
-    if len(points) < 2:
-        return math.nan
-    mid_x, mid_y = (statistics.fmean(values) for values in zip(*points, strict=True))
-    return sum((x - mid_x) * (y - mid_y) for x, y in points) / sum((x - mid_x) ** 2 for x, _ in points)
+    """Of a line through points (x, y): the median slope between two of them, which a few bad ones do not move.
+
+    NaN for fewer than two points, or for one that is not finite.
+    """
+    slopes = [(d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(points, 2) if a != c]
+    return statistics.median(slopes) if slopes and all(map(math.isfinite, slopes)) else math.nan
 
 
 def concluded(
@@ -39,12 +41,14 @@ def concluded(
     engines: dict[str, set[str]] = {}
     for point in timed["points"]:
         engines.setdefault(point["solver"], set()).add(point["engine"])
+    obstacles = sorted({point["no_graph"] for point in timed["points"] if point.get("no_graph")})
     found = {
         **record,
         "speedup": timed["speedup"],
         "ahead": timed["ahead"],
         "missing": timed["missing"],
         "engines": {name: sorted(used) for name, used in engines.items()},
+        "no_graph": obstacles,
         "overhead": overhead(record["variants"][record["reported"]]["fits"], timed, training),
     }
     if "classic" not in record or "curves" not in record["variants"][record["reported"]]:
@@ -71,7 +75,7 @@ def overhead(fits: Sequence[Mapping[str, Any]], timed: Mapping[str, Any], traini
         name: statistics.fmean(slope([(point["steps"], point["ms"]) for point in seed]) for seed in seeds)
         for name, seeds in curves(timed).items()
     }
-    ratio = found[LEARNED] / found["anderson"]
+    doubt = _doubt({name: found[name] for name in (LEARNED, "anderson")})
     return {
         "parameters": fits[0]["parameters"],
         "model_parameters": fits[0]["model_parameters"],
@@ -80,9 +84,18 @@ def overhead(fits: Sequence[Mapping[str, Any]], timed: Mapping[str, Any], traini
         "finding_seconds": finding,
         "training_seconds": training,
         "time_share": None if not training else (seconds + finding) / training,
-        "ms_per_step": found,
-        "step_ratio": ratio if math.isfinite(ratio) else None,
+        "ms_per_step": {name: each if each > 0 else None for name, each in found.items()},
+        "step_ratio": None if doubt else found[LEARNED] / found["anderson"],
+        "step_doubt": doubt,
     }
+
+
+def _doubt(slopes: Mapping[str, float]) -> str | None:
+    """Why times per step are not compared, if they are not."""
+    if any(map(math.isnan, slopes.values())):
+        return "times of two numbers of steps are needed"
+    lost = [f"{name} {each:+.2g} ms" for name, each in slopes.items() if not each > 0]
+    return f"times do not grow with the number of steps ({', '.join(lost)} a step)" if lost else None
 
 
 def initialiser_alone(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,8 +202,14 @@ def _spread(value: Mapping[str, Any], digits: int = 4) -> str:
     return _number(mean, digits) + (f" ± {spread:.1g}" if math.isfinite(spread) and spread > 0 else "")
 
 
-def markdown(record: Mapping[str, Any], figures: Sequence[str]) -> str:
-    """The README of a folder of results."""
+def markdown(record: Mapping[str, Any], figures: Sequence[str], behind: bool = False) -> str:
+    """The README of a folder of results.
+
+    Args:
+        record: Of `concluded`.
+        figures: Names of those that there are.
+        behind: Whether they may lack what the record has.
+    """
     device = ", ".join(record["environment"]["devices"])
     fits = record["variants"][record["reported"]]["fits"]
     steps = sorted({fit["steps"] for fit in fits})
@@ -203,6 +222,7 @@ def markdown(record: Mapping[str, Any], figures: Sequence[str]) -> str:
         f"seeds of each solver: {len(fits)}, fitted with {record['unroll']} unrolled steps and {made} steps of the "
         f"optimiser, to the {100 * min(fit['accepted'] for fit in fits):.1f} % of the systems whose equilibrium was "
         "found. ± is the standard deviation over seeds.",
+        "Figures were drawn before the newest numbers came in, and lack these." if behind else "",
         *(f"![{name}]({name}.png)" for name in figures if name == "pareto"),
         "## Faster at an equal metric",
         _speed(record),
@@ -234,10 +254,14 @@ def _speed(record: Mapping[str, Any]) -> str:
     ahead = ", ".join(map(str, record["ahead"][LEARNED])) or "none"
     missing = f" Not measured yet: {', '.join(map(str, record['missing']))} steps." if record["missing"] else ""
     engines = "; ".join(f"{name} {' and '.join(used)}" for name, used in record["engines"].items())
+    kinds = {kind for used in record["engines"].values() for kind in used}
+    if record["no_graph"]:
+        engines += f" (not the whole forward pass as one graph: {'; '.join(record['no_graph'])})"
+    unlike = " Times of different engines are not comparable." if len(kinds) > 1 else ""
     return (
         f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
         f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}. No worse than Anderson after these "
-        f"numbers of steps: {ahead}.{missing} Engine of the timed solves: {engines}."
+        f"numbers of steps: {ahead}.{missing} Engine of what is timed: {engines}.{unlike}"
     )
 
 
@@ -261,7 +285,8 @@ def _overhead(found: Mapping[str, Any]) -> str:
     ]
     published = [PUBLISHED_SIZES, PUBLISHED_TIMES, "less than 100 %"]
     rows = [[*row, said] for row, said in zip(rows, published, strict=True)]
-    return table(("", "learned", "base", "share", "published"), rows)
+    doubt = f"\n\nWhat a step costs is not known: {found['step_doubt']}." if found["step_doubt"] else ""
+    return table(("", "learned", "base", "share", "published"), rows) + doubt
 
 
 def _beyond(record: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from equipoise._errors import require_count, unknown_name
+from equipoise._forward import CapturedForward
 from equipoise._module import deqs_in, override
 from equipoise._solution import Solution
 from equipoise._stop import Stop
@@ -24,7 +25,7 @@ from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import Forward, call_model, evaluating
 from equipoise.tasks.hyper import forward_of
 from equipoise.train.load import TrainedRun, load, open_run
-from equipoise.train.loop import evaluate
+from equipoise.train.scoring import Scoring
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
 FILE = "pareto.json"
@@ -57,22 +58,22 @@ def pareto(
 ) -> dict[str, Any]:
     """Measure how good a model is, and how long a batch takes, with each solver after each number of steps.
 
-    All is done in eval mode by the engine the model has. Every candidate is scored first, so that all has been run,
-    and recorded where that is done, many times before it is timed. Then candidates are timed in turns, each by its
-    median, the device idle before and after. Learned solvers that differ in nothing but weights take turns in one
-    recording, and share its time: they do the same work.
+    All is done in eval mode. Every candidate is scored first, so that all has been run many times before it is timed.
+    Then candidates are timed in turns, each by its median, the device idle before and after: the whole of `forward` as
+    one CUDA graph where that can be (`CapturedForward`), elsewhere with solves by the engine the model has. Learned
+    solvers that differ in nothing but weights take turns in one recording, and share its time: they do the same work.
 
     Args:
         model: A DEQ, or a module that contains some.
         batches: Held-out data, on the model's device; the metric is that of all of them, the time that of the second.
         solvers: By name; several solvers under one name are seeds of one kind.
         budgets: Numbers of steps.
-        score: Metrics of the model on the batches.
+        score: Metrics of the model on the batches; a `Scoring` takes the residuals down itself.
         metric: Which of them counts.
         better: Whether a "lower" or a "higher" one is better.
         reference: The solver that speed-ups are over; the first by default.
         at: The number of steps after which its metric is the one to reach; the most by default. It is measured first.
-        forward: How to run the model on a batch; by default it is called with it.
+        forward: How to run the model on a batch; by default it is called with it. This is what is timed.
         others: Models to put beside it as single points, e.g. an explicit network, scored and timed alike.
         select: Which iterate is taken: the "last", after exactly so many evaluations, or the "best" one measured.
         warmup: Calls before the timing, besides those of the scoring.
@@ -80,8 +81,9 @@ def pareto(
         each: Gets the record after each number of steps, as far as it goes, e.g. to write it.
 
     Returns:
-        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds, residual and the engine that was
-        timed; `missing`, the numbers of steps that are still to be measured; `speedup` by solver.
+        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds, residual, the `engine` that was
+        timed ("graph", "captured", "eager" or "mixed") and why it was not one graph (`no_graph`); `missing`, the
+        numbers of steps that are still to be measured; `speedup` by solver.
     """
     kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given)]
     reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
@@ -194,6 +196,16 @@ class _Bench:
         return {"solver": name, "seed": 0, "steps": None, **scored, **times[0]}
 
     def _scored(self, model: nn.Module) -> dict[str, Any]:
+        metrics, solves = self._metrics(model)
+        if self.metric not in metrics:
+            raise unknown_name("metric", self.metric, metrics)
+        loss = float(metrics["loss"]) if "loss" in metrics else math.nan
+        return {"metric": float(metrics[self.metric]), "loss": loss, "residual": solves.get("residual_p50")}
+
+    def _metrics(self, model: nn.Module) -> tuple[dict[str, float], dict[str, Any]]:
+        """Metrics, and a summary of the solves."""
+        if isinstance(self.score, Scoring):
+            return self.score.measured(model)
         window = StatsWindow()
 
         # Of the statistics alone: solutions of a whole split may be more than the device holds.
@@ -202,23 +214,20 @@ class _Bench:
 
         hooks = [deq.register_forward_hook(note) for deq in deqs_in(model)]
         try:
-            metrics = dict(self.score(model, self.batches))
+            return dict(self.score(model, self.batches)), window.summary()
         finally:
             for hook in hooks:
                 hook.remove()
-        if self.metric not in metrics:
-            raise unknown_name("metric", self.metric, metrics)
-        loss = float(metrics["loss"]) if "loss" in metrics else math.nan
-        return {"metric": float(metrics[self.metric]), "loss": loss, "residual": window.summary().get("residual_p50")}
 
     def _times(self, model: nn.Module, entered: Mapping[int, Entered]) -> dict[int, dict[str, Any]]:
         """Milliseconds of a batch in each of some contexts, in turns; entering one is not timed."""
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        graphs = CapturedForward(model, partial(self.forward or call_model, model), most=2 * len(entered), warn=False)
         works: dict[int, Callable[[], Any]] = {}
+        obstacles: dict[int, str | None] = {}
         for place, enter in entered.items():
             with enter():
-                works[place] = self._work(model)
-                self._warm_up(model, works[place])
+                works[place], obstacles[place] = self._work(model, graphs)
         replays, others = dict.fromkeys(entered, 0), dict.fromkeys(entered, 0)
 
         @contextlib.contextmanager
@@ -231,23 +240,32 @@ class _Bench:
             others[place] += after[1] - before[1]
 
         samples = in_turns(works, device, self.rounds, around=around)
-        return {
-            place: {**_milliseconds(sample), "engine": _engine(replays[place], others[place])}
-            for place, sample in samples.items()
-        }
+        graphs.release()
+        found = {}
+        for place, sample in samples.items():
+            engine = "graph" if obstacles[place] is None else _engine(replays[place], others[place])
+            found[place] = {**_milliseconds(sample), "engine": engine, "no_graph": obstacles[place]}
+        return found
 
-    def _work(self, model: nn.Module) -> Callable[[], Any]:
-        """One batch, the second if there are two: it has a past, if batches have."""
+    def _work(self, model: nn.Module, graphs: CapturedForward) -> tuple[Callable[[], Any], str | None]:
+        """One batch, the second if there are two, since it has a past, if batches have; and why it is not one graph."""
         run = self.forward or call_model
         carry = run(model, self.batches[0], None) if len(self.batches) > 1 else None
-        return partial(run, model, self.batches[min(1, len(self.batches) - 1)], carry)
+        batch = self.batches[min(1, len(self.batches) - 1)]
+        work = partial(graphs, batch, carry)
+        self._warm_up(model, graphs, work)
+        replayed, before = graphs.replayed, graphs.fallbacks.copy()
+        work()
+        if graphs.replayed > replayed:
+            return work, None
+        return partial(run, model, batch, carry), next(iter(graphs.fallbacks - before))
 
-    def _warm_up(self, model: nn.Module, work: Callable[[], Any]) -> None:
+    def _warm_up(self, model: nn.Module, graphs: CapturedForward, work: Callable[[], Any]) -> None:
         """Run it some times, and until nothing is recorded any more."""
         for done in range(1, max(self.warmup, FEWEST_CALLS) + MOST_RECORDINGS):
-            before = _recorded(model)
+            before = _recorded(model) + graphs.recorded
             work()
-            if done >= max(self.warmup, FEWEST_CALLS) and _recorded(model) == before:
+            if done >= max(self.warmup, FEWEST_CALLS) and _recorded(model) + graphs.recorded == before:
                 return
 
 
@@ -435,12 +453,14 @@ def pareto_opened(
     """
     task, device, head = opened.task, opened.device, {"checkpoint": str(opened.folder), "split": split}
 
-    def score(model: nn.Module, batches: Sequence[Any]) -> dict[str, float]:
-        return evaluate(task, model, opened.splits, split, device, most=most)
-
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
-    options = {"metric": task.score, "score": score, "forward": forward_of(opened.task, opened.device), **options}
+    options = {
+        "metric": task.score,
+        "score": Scoring(opened, split, most),
+        "forward": forward_of(opened.task, opened.device),
+        **options,
+    }
     if each is not None:
         options["each"] = lambda record: each({**head, **record})
     with opened.autocast():

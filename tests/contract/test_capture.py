@@ -403,6 +403,20 @@ def test_parameters_updated_in_place_stay_valid():
     assert deq.capture.recorded == 1
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_another_cell_is_recorded_anew(grad):
+    """Of the same shapes, and looked at only after the launch without gradients."""
+    deq, x = deq_of(Tanh(), stop=FIXED), inputs_of()
+    with torch.set_grad_enabled(grad):
+        for _ in range(3):
+            deq(x)
+        deq.cell = Tanh(scale=0.3)
+        found, deq.engine = [deq(x).value.detach() for _ in range(3)], "eager"
+        expected = deq(x).value.detach()
+    for value in found:
+        assert_close(value, expected, 1e-10)
+
+
 def test_replaced_parameters_are_recorded_anew():
     deq, x = deq_of(Tanh()), inputs_of()
 

@@ -339,6 +339,7 @@ class _Given(TorchDispatchMode):
 class Forgetful(Reruns):
     """As a graph, a recording knows where tensors were, and keeps none of them; a replay finds out who does."""
 
+    runs_python = False
     replays = 0
 
     def record(self, run):

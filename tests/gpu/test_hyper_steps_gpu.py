@@ -88,7 +88,9 @@ def test_a_report(tmp_path):
     assert all(fit["replayed"] > 0 for variant in record["variants"].values() for fit in variant["fits"])
     assert "cuda" not in json.dumps(record["skipped"])
     assert record["missing"] == []
-    assert record["engines"] == {"anderson": ["captured"], "hyper": ["captured"]}
-    assert record["overhead"]["ms_per_step"]["hyper"] > 0
+    assert record["engines"] == {"anderson": ["graph"], "hyper": ["graph"]}
+    assert record["no_graph"] == []
+    each = record["overhead"]["ms_per_step"]["hyper"]  # of a tiny model, so that noise may hide it
+    assert (each is None and record["overhead"]["step_doubt"]) or each > 0
     assert (tmp_path / "report" / "README.md").is_file()
     shutil.rmtree(tmp_path / "report")

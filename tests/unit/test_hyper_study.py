@@ -12,7 +12,7 @@ import equipoise as eq
 from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, fit_run
-from equipoise.train import hyper_study
+from equipoise.train import hyper_study, scoring
 from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
@@ -20,8 +20,10 @@ from equipoise.train.hyper_study import Measuring, study_run
 from equipoise.train.hyper_summary import _ranges, area, concluded, markdown, orderings, overhead, slope, variants
 from equipoise.train.load import load, open_run
 from equipoise.train.loop import evaluate
-from equipoise.train.tracking import read_metrics
+from equipoise.train.tracking import StatsWindow, read_metrics
 from tests.cli.program import COPY, train
+from tests.unit.test_forward import taped  # noqa: F401
+from tests.unit.test_train_captured import emulated, inline_solves  # noqa: F401
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "hyper"
 RECIPES = {path.stem: path for path in sorted(FOLDER.rglob("*.toml"))}
@@ -120,9 +122,40 @@ def test_a_report_that_is_ended_has_what_was_measured(studied, tmp_path, monkeyp
     assert {point["steps"] for point in kept["points"]} == {1, 4}
     assert (out / "pareto.png").is_file()
     text = (out / "README.md").read_text(encoding="utf-8")
+    drawn = len((out / "pareto.csv").read_text(encoding="utf-8").splitlines()) - 1
+    assert ("drawn before the newest numbers" in text) == (drawn < len(kept["points"]))
     assert "Not measured yet: 2 steps." in text
     assert "## Overhead" in text
     assert "Residuals have not been followed yet." in text
+
+
+def test_the_text_is_never_ahead_of_its_figures(studied, tmp_path, monkeypatch):
+    """Wherever the work is ended: the text says whether figures may lack what the numbers have."""
+    run, out = shutil.copytree(studied[0], tmp_path / "run"), tmp_path / "out"
+    note, drawn, seen = "Figures were drawn before the newest numbers", [], []
+    write = hyper_study.write_json
+
+    def written(path, values):
+        write(path, values)
+        if path.parent == out and (out / "README.md").is_file():
+            text = (out / "README.md").read_text(encoding="utf-8")
+            seen.append(("![pareto]" in text, note in text))
+
+    def draw(folder, record, say):
+        drawn.append(json.loads((folder / "pareto.json").read_text())["missing"])
+        return ["pareto"]
+
+    monkeypatch.setattr(hyper_study, "write_json", written)
+    monkeypatch.setattr(hyper_study, "_draw", draw)
+    study_run(run, {"full": CHOSEN["full"]}, out, seeds=1, measuring=MEASURING)
+    assert drawn[0] == [1, 2]
+    assert drawn[-1] == []
+    assert seen[0] == (False, False)  # there is no figure yet
+    assert all(said for shown, said in seen if shown)
+    assert any(shown for shown, _ in seen)
+    text = (out / "README.md").read_text(encoding="utf-8")
+    assert "![pareto]" in text
+    assert note not in text
 
 
 def test_metrics_that_were_timed_are_those_of_the_curves(studied):
@@ -256,6 +289,25 @@ class _Nothing(dict):
         pass
 
 
+def test_scores_of_graphs_are_those_of_an_evaluation(studied, taped, monkeypatch):  # noqa: F811
+    """Metrics and residuals, with solves of a fixed budget that are part of a graph."""
+    monkeypatch.setattr(scoring, "WORTH_A_GRAPH", 2)
+    opened = open_run(studied[0], "valid", None, changes=["task.batch_size=1", "task.test_size=26"])
+    score, window = scoring.Scoring(opened, "valid"), StatsWindow()
+    with torch.no_grad(), eq.override(opened.model, solver=eq.Picard(), stop=Stop(rtol=0, max_steps=3)):
+        truth = evaluate(opened.task, opened.model, opened.splits, "valid", window=window)
+        with scoring.engine_of(opened.model, "eager"):
+            found, solves = score.measured(opened.model)
+            again = score(opened.model)
+    assert opened.model.deq.engine == "auto"
+    assert score.forward(opened.model).replayed >= 4 + 6
+    assert found == pytest.approx(truth, rel=1e-5)
+    assert again == pytest.approx(truth, rel=1e-5)
+    expected = window.summary()
+    assert solves.pop("failed") == expected.pop("failed") == {}
+    assert solves == pytest.approx(expected, rel=1e-4)
+
+
 # Conclusions
 
 
@@ -276,10 +328,14 @@ def record_of(**variants):
     }
 
 
-def test_a_slope_is_that_of_least_squares():
+def test_a_slope_is_the_median_of_those_between_two_points():
     assert slope([(1, 3.0), (2, 5.0), (4, 9.0)]) == pytest.approx(2.0)
     assert slope([(1, 0.0), (2, 1.0), (3, 1.0)]) == pytest.approx(0.5)
+    disturbed = [(k, 5 + 0.1 * k) for k in range(1, 13)]
+    disturbed[0], disturbed[7] = (1, 9.0), (8, 50.0)
+    assert slope(disturbed) == pytest.approx(0.1, rel=0.05)
     assert math.isnan(slope([(1, 1.0)]))
+    assert math.isnan(slope([(1, 1.0), (2, math.nan)]))
 
 
 def test_the_excess_of_the_loss():
@@ -342,6 +398,19 @@ def test_overhead():
     assert found["ms_per_step"] == pytest.approx({"anderson": 2.0, "hyper": 1.5})
     assert found["step_ratio"] == pytest.approx(0.75)
     assert overhead([FIT], timed(("anderson", 2.0), ("hyper", 1.5)), None)["time_share"] is None
+    assert found["step_doubt"] is None
+
+
+def test_times_that_do_not_grow_say_nothing_of_a_step():
+    found = overhead([FIT], timed(("anderson", -0.25), ("hyper", 1.5)), None)
+    assert found["ms_per_step"] == {"anderson": None, "hyper": pytest.approx(1.5)}
+    assert found["step_ratio"] is None
+    assert found["step_doubt"] == "times do not grow with the number of steps (anderson -0.25 ms a step)"
+    single = timed(("anderson", 2.0), ("hyper", 1.5))
+    single["points"] = [point for point in single["points"] if point["steps"] == 1]
+    found = overhead([FIT], single, None)
+    assert found["step_doubt"] == "times of two numbers of steps are needed"
+    assert found["ms_per_step"] == {"anderson": None, "hyper": None}
 
 
 def test_the_text():
@@ -364,7 +433,22 @@ def test_the_text():
     assert "| ms per step, against Anderson | 1 | 2 | 50 % | less than 100 % |" in text
     assert "| parameters | 5 | 100 | 5.00 % |" in text
     assert "1,000 steps of the optimiser, to the 97.5 % of the systems whose equilibrium was found" in text
-    assert "Engine of the timed solves: anderson eager; hyper eager." in text
+    assert "Engine of what is timed: anderson eager; hyper eager." in text
+    mixed = timed(("anderson", -1.0), ("hyper", 1.0))
+    for point in mixed["points"][:3]:
+        point |= {"engine": "graph", "no_graph": None}
+    for point in mixed["points"][3:]:
+        point |= {"no_graph": "it waits"}
+    other = markdown(concluded(record, mixed, None, {}), ["pareto"], behind=True)
+    assert (
+        "hyper eager (not the whole forward pass as one graph: it waits). Times of different engines are not" in other
+    )
+    assert "| ms per step, against Anderson | 1 | – | – | less than 100 % |" in other
+    assert (
+        "What a step costs is not known: times do not grow with the number of steps (anderson -1 ms a step)." in other
+    )
+    assert "Figures were drawn before" in other
+    assert "Figures were drawn before" not in text
     assert "| seconds, fit and its equilibria against training | 3.0 + 1.0 | – | – |" in text
     assert "Below Anderson's at steps 2 of 1 to 2." in text
     assert "| the initialiser's state, no step | 10 |" in text

@@ -191,6 +191,61 @@ def test_kernel_equals_the_driver():
         torch.testing.assert_close(z[0], expected, rtol=0, atol=1e-5)
 
 
+SIZES = [(5, 17), (1, 9, 3, 8, 2)]  # more leaves than there are in one launch, too
+
+
+def leaves_of(sizes, dtype=torch.float32):
+    """Leaves, storage full of NaN, and a contraction that couples the leaves."""
+    total = sum(sizes)
+    w, x, _ = problem(2, total, torch.float32)
+
+    def f(z):
+        whole = torch.tanh(torch.cat([leaf.double().cpu() for leaf in z], dim=1) @ w.T + x)
+        return [part.contiguous().to(DEVICE, dtype) for part in whole.split(list(sizes), dim=1)]
+
+    z = [torch.zeros(2, size, device=DEVICE) for size in sizes]
+    kept = BroydenMemory.empty(z, 3)
+    for storage in (*kept.steps, *kept.point):
+        storage.fill_(torch.nan)
+    return z, kept, Standing.start(z), f
+
+
+@pytest.mark.parametrize(("dtype", "share"), [(torch.float32, 0.8), (torch.bfloat16, 1.0)])
+@pytest.mark.parametrize("sizes", SIZES, ids=len)
+def test_leaves_of_odd_sizes(small_blocks, sizes, dtype, share):
+    """Kernel and twin step by step, through a restart; each begins where the twin ended, so rounding stays small."""
+    z, kept, standing, f = leaves_of(sizes, dtype)
+    twin, twin_kept, twin_standing, _ = leaves_of(sizes, dtype)
+    stop = eq.Stop(rtol=3e-2, max_steps=100)
+    for k in range(6):
+        fz = f(twin)
+        broyden_step(z, fz, kept, standing, stop=stop, step=share, backend="triton")
+        broyden_step(twin, fz, twin_kept, twin_standing, stop=stop, step=share, backend="naive")
+        for ours, theirs in zip((*z, *kept.point), (*twin, *twin_kept.point), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+            ours.copy_(theirs)
+        assert torch.equal(standing.status, twin_standing.status)
+        torch.testing.assert_close(standing.residual, twin_standing.residual, rtol=1e-4, atol=0)
+        assert not standing.arrived.any()
+        assert int(standing.count) == k + 1
+    assert (standing.status >= 0).any()
+
+
+@pytest.mark.parametrize(("sizes", "share"), [((5, 17), 1.0), ((5, 17), 0.8)])
+def test_the_small_matrix_may_have_a_kernel_of_its_own(small_blocks, monkeypatch, sizes, share):
+    """Which of them updates M makes no difference to a single bit."""
+    from equipoise.ops.broyden import triton as kernels
+
+    found = []
+    for most in (32, 1):
+        monkeypatch.setattr(kernels, "MOST_ASIDE", most)
+        z, kept, standing, f = leaves_of(sizes)
+        for _ in range(4):
+            broyden_step(z, f(z), kept, standing, stop=eq.Stop(rtol=5e-2), step=share, backend="triton")
+        found.append([*z, *kept.point, kept.small, *standing.best, standing.status, standing.residual, standing.steps])
+    assert all(map(torch.equal, *found))
+
+
 # The operator on its own
 
 

@@ -11,6 +11,8 @@ from equipoise import Anderson, HyperAnderson, Picard
 from equipoise.plots import FIGURES, LogError, draw, make_chart
 from equipoise.train.pareto import curves, pareto, speedups, steps_ahead, time_to_reach
 from tests.problems import scaled_weight
+from tests.unit.test_forward import taped  # noqa: F401
+from tests.unit.test_train_captured import emulated, inline_solves  # noqa: F401
 
 
 class Cell(nn.Module):
@@ -102,6 +104,33 @@ def test_seeds_of_one_form_share_a_recording_and_have_metrics_of_their_own():
             assert points["hyper", number]["metric"] == pytest.approx(score(model.eval(), batches)["size"], rel=1e-5)
         assert all(map(torch.equal, seed.parameters(), before[number]))
     assert points["hyper", 0]["metric"] != points["hyper", 1]["metric"]
+
+
+def test_the_whole_forward_pass_is_timed_as_one_graph(taped):  # noqa: F811
+    """Where it can be, and else it is said why; Anderson's steps read on the host without a CUDA device."""
+    torch.manual_seed(0)
+    model, batches = Model(), [torch.randn(4, 6) for _ in range(2)]
+    model.deq.engine = "auto"
+    seeds = [HyperAnderson.for_any(6), HyperAnderson.for_any(6)]
+    options = {"score": lambda model, batches: {"size": float(model(batches[0]).norm())}, "metric": "size"}
+    solvers = {"picard": Picard(), "anderson": "anderson", "hyper": seeds}
+    options |= {"warmup": 0, "rounds": 3, "others": {"a layer": nn.Linear(6, 6)}}
+    record = pareto(model, batches, solvers, (2, 3), **options)
+    engines = {(p["solver"], p["engine"], p["no_graph"]) for p in record["points"]}
+    reason = "the forward pass cannot be recorded (operation not permitted when stream is capturing)"
+    assert engines == {
+        ("picard", "graph", None),
+        ("anderson", "eager", reason),
+        ("hyper", "graph", None),
+        ("a layer", "graph", None),
+    }
+    json.dumps(record)
+
+
+def test_without_graphs_it_is_said():
+    _, record = measure()
+    assert {p["no_graph"] for p in record["points"]} == {"there are no CUDA graphs on 'cpu'"}
+    assert {p["engine"] for p in record["points"]} == {"eager"}
 
 
 def test_what_is_known_so_far_is_told_after_each_number_of_steps():

@@ -14,6 +14,7 @@ PUBLIC = [
     "Adjoint",
     "Anderson",
     "Broyden",
+    "CapturedForward",
     "EquilibriumError",
     "EquilibriumWarning",
     "HyperAnderson",

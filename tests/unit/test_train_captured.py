@@ -17,11 +17,12 @@ from torch.utils._pytree import tree_map
 
 import equipoise as eq
 from equipoise import _capture, _leaves
+from equipoise._static import Noted
 from equipoise._tape import Reruns, inline, own_casts, solves_inline
 from equipoise.models.deq_transformer import DEQTransformer
 from equipoise.tasks import CopyMemoryTask
 from equipoise.train import captured_step, loop, optim
-from equipoise.train.captured_step import _Noted, _Outputs, obstacle
+from equipoise.train.captured_step import _Outputs, obstacle
 from equipoise.train.optim import Clip, NonFiniteGradientError, Stepper
 from tests.captured import FIXED, Scoped, assert_close, deq_of, inputs_of, loss_of, recordings_of, tensors
 from tests.runs import COPY, TEXT, recipe, write_corpus
@@ -526,7 +527,7 @@ def test_a_batch_notes_what_is_read_of_it():
             return self.number % 2 == 0
 
     read = {}
-    noted = _Noted(Batch(), torch.device("cpu"), read)
+    noted = Noted(Batch(), torch.device("cpu"), read)
     assert noted.tokens is Batch.tokens
     assert noted.even is False
     assert list(read) == ["even"]

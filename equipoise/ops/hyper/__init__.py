@@ -203,6 +203,7 @@ class HyperMemory:
             relative to its size, so they stay as they are while the residual is remembered.
         weights: (N, T, m) of the newest step, the newest iterate last.
         mixing: (N, T) step length of the newest step.
+        arrived: (N, T) int32, programs of a kernel that are done with some positions; zero between kernels.
     """
 
     images: Leaves
@@ -211,9 +212,16 @@ class HyperMemory:
     shares: Tensor
     weights: Tensor
     mixing: Tensor
+    arrived: Tensor
 
     @classmethod
-    def empty(cls, z: Leaves, parts: HyperParts, residual_dtype: torch.dtype | None = None) -> "HyperMemory":
+    def empty(
+        cls,
+        z: Leaves,
+        parts: HyperParts,
+        residual_dtype: torch.dtype | None = None,
+        image_dtype: torch.dtype | None = None,
+    ) -> "HyperMemory":
         """Storage for states like z.
 
         Args:
@@ -221,6 +229,7 @@ class HyperMemory:
             parts: Of the solver.
             residual_dtype: Of the ring of residuals; the state's if None. Rounding is relative to a residual, so
                 half the bytes cost no accuracy at the equilibrium.
+            image_dtype: Of the ring of images; the state's if None. Nothing is lost in the dtype that f returns.
         """
         n, m, t = z[0].shape[0], parts.memory, parts.positions
 
@@ -230,12 +239,13 @@ class HyperMemory:
 
         work = torch.float64 if z[0].dtype == torch.float64 else torch.float32
         return cls(
-            images=ring(None),
+            images=ring(image_dtype),
             residuals=ring(residual_dtype),
             gram=z[0].new_zeros((n, t, m, m), dtype=work),
             shares=z[0].new_zeros((n, t, m, TAPS, parts.width), dtype=parts.inner.dtype),
             weights=z[0].new_zeros((n, t, m), dtype=work),
             mixing=z[0].new_ones((n, t), dtype=work),
+            arrived=z[0].new_zeros((n, t), dtype=torch.int32),
         )
 
 
@@ -249,6 +259,7 @@ def hyper_step(
     *,
     stop: Stop,
     floor: float = 0.0,
+    out: Leaves | None = None,
     backend: str = "auto",
 ) -> None:
     """Measure the iterates z with images f(z), and replace them by the proposals of a learned solver. All in place.
@@ -257,9 +268,10 @@ def hyper_step(
     promise. There is no gradient.
 
     Bytes moved per unknown, with m slots in use and dtypes of sizes z, f (fz), F (images) and G (residuals): first pass
-    z + f + (m − 1)·G read, F + G written; second pass z + m·F + m·G read (no G if the step length is not learned), z
-    written, and z written once more where the iterate is the best so far. For m = 6 and float32 throughout 100 bytes,
-    with bfloat16 residuals 76; what the network reads comes on top.
+    z + f + (m − 1)·G read, F + G written; second pass m·F + m·G read (no G if the step length is not learned), z
+    written, and z read and written once more where the iterate is the best so far. For m = 6 and float32 throughout 96
+    bytes, with bfloat16 residuals 72, with bfloat16 for f and both rings 56. On top come what the network reads, and,
+    where positions have weights of their own, parts of their sums: some hundredths of that.
 
     Args:
         z: Iterates, leaf by leaf (N, D_i); replaced.
@@ -269,13 +281,17 @@ def hyper_step(
         parts: Of the solver, from `HyperParts.of`.
         stop: When systems end. `check_every` and `max_steps` are the caller's business.
         floor: The relative residual at which rounding in f decides (`equipoise._stop.precision_floor`).
+        out: With a fixed budget, where to write the proposals instead, as in `anderson_step`; saves 8 bytes.
         backend: "auto", "naive" or "triton".
     """
+    if out is not None and not stop.fixed_budget:
+        raise ValueError(f"hyper_step: out is for fixed budgets, where no system ends; got {stop!r}.")
     rules = Rules.of(stop, floor, sum(leaf.shape[1] for leaf in z), standing.residual.dtype)
     rings = (*memory.images, *memory.residuals)
     implementation: ModuleType = naive
-    if use_kernel("hyper_step", backend, (*z, *fz, *rings, *standing.best, memory.shares, *parts.tensors)):
+    tensors = (*z, *fz, *rings, *standing.best, *(out or ()), memory.shares, *parts.tensors)
+    if use_kernel("hyper_step", backend, tensors):
         from equipoise.ops.hyper import triton
 
         implementation = triton
-    implementation.step(z, list(fz), memory, standing, parts, rules)
+    implementation.step(z, list(fz), memory, standing, parts, rules, out)

@@ -1,10 +1,9 @@
-# mypy: disable-error-code="no-untyped-def,assignment,var-annotated"
-# ruff: noqa: RUF005 (kernels know no unpacking)
+# mypy: disable-error-code="no-untyped-def,assignment"
 """The step network of a learned solver inside a kernel, for a few rows at a time.
 
 Steps are numbered by their place in the window of the last MEMORY ones: the newest has the last place, and while there
-are fewer, the first places are empty. Rings and tables are by slot. What belongs to each step is a tuple of tiles, and
-loops over steps are unrolled, so that hardly any number has to go from one thread to another.
+are fewer, the first places are empty. Rings and tables are by slot. The inner layer is one product of matrices, with a
+line for each pair of a row and a step, so that the network is a handful of operations whatever the memory.
 """
 
 import triton
@@ -21,7 +20,7 @@ TINY = tl.constexpr(1.1754943508222875e-38)  # the least normal float32
 
 @triton.jit
 def slot_of(place, count, MEMORY: tl.constexpr):
-    """The slot of a step."""
+    """The slot of a step; of a place out of the window, that of some other one."""
     return (count + 1 + place) % MEMORY
 
 
@@ -32,9 +31,9 @@ def is_filled(place, count, MEMORY: tl.constexpr):
 
 
 @triton.jit
-def filled(place, count, MEMORY: tl.constexpr):
-    """1 if there is a step at a place, else 0."""
-    return tl.where(is_filled(place, count, MEMORY), 1.0, 0.0)
+def is_step(place, count, MEMORY: tl.constexpr):
+    """Likewise for places that may be out of the window."""
+    return is_filled(place, count, MEMORY) & (place >= 0) & (place < MEMORY)
 
 
 @triton.jit
@@ -43,252 +42,146 @@ def inverse_size(square):
 
 
 @triton.jit
-def _inverse_sizes(gram_ptr, rows, real, products, count, MEMORY: tl.constexpr):
-    """For each step, (R,) one over the size of its residual."""
-    inverse = ()
-    for s in tl.static_range(MEMORY - 1):
-        place = gram_ptr + rows * (MEMORY * MEMORY) + slot_of(s, count, MEMORY) * (MEMORY + 1)
-        known = real & is_filled(0 * rows + s, count, MEMORY)
-        inverse = inverse + (inverse_size(tl.load(place, mask=known, other=1.0)),)
-    return inverse + (inverse_size(products[MEMORY - 1]),)
+def _told(gram_ptr, row, real, step, other, wanted, count, MEMORY: tl.constexpr):
+    """(L, K) what the network is told of a step besides its few numbers, at `other` in 0 … MEMORY.
 
-
-@triton.jit
-def _told(gram_ptr, rows, real, products, count, MEMORY: tl.constexpr):
-    """For each step, MEMORY + 1 times (R,): what the network is told of it besides its few numbers.
-
-    That is the products of its residual with those of all steps, relative to sizes, then its own size, relative to the
-    newest one.
+    That is the product of its residual with that of the other one, relative to sizes, and at MEMORY its own size,
+    relative to the newest one.
     """
-    inverse = _inverse_sizes(gram_ptr, rows, real, products, count, MEMORY)
-    newest = tl.log2(inverse[MEMORY - 1])
-    told = ()
-    for s in tl.static_range(MEMORY):
-        here = filled(s, count, MEMORY)
-        for c in tl.static_range(MEMORY):
-            if s == MEMORY - 1:
-                product = products[c]
-            elif c == MEMORY - 1:
-                product = products[s]
-            else:
-                place = rows * MEMORY + slot_of(s, count, MEMORY)
-                known = real & is_filled(0 * rows + min(s, c), count, MEMORY)
-                product = tl.load(gram_ptr + place * MEMORY + slot_of(c, count, MEMORY), mask=known, other=0.0)
-            there = filled(min(s, c), count, MEMORY)
-            told = told + (product * inverse[s] * inverse[c] * there,)
-        size = (newest - tl.log2(inverse[s])) * LOG10_OF_2
-        told = told + (tl.minimum(tl.maximum(size, -MOST_DECADES), MOST_DECADES) * here,)
-    return told
-
-
-@triton.jit
-def _heard(
-    layer,
-    shares_ptr,
-    rows,
-    real,
-    told,
-    shares,
-    weights,
-    count,
-    S: tl.constexpr,
-    TAP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    MEMORY: tl.constexpr,
-    INNER: tl.constexpr,
-):
-    """An inner layer (R, INNER) with what step S adds to it by one tap; nothing if there is no such step."""
-    if S >= 0 and S < MEMORY:
-        if S == MEMORY - 1:
-            layer += shares[TAP]
-        else:
-            unit = tl.arange(0, INNER)
-            place = ((rows * MEMORY + slot_of(S, count, MEMORY)) * 3 + TAP) * WIDTH
-            known = real & is_filled(0 * rows + S, count, MEMORY)
-            known = known[:, None] & (unit < WIDTH)[None, :]
-            layer += tl.load(shares_ptr + place[:, None] + unit[None, :], mask=known, other=0.0)
-        for c in tl.static_range(MEMORY + 1):
-            layer += told[S * (MEMORY + 1) + c][:, None] * weights[c]
-    return layer
+    partner = tl.minimum(other, MEMORY - 1)  # sizes are relative to the newest one
+    table = gram_ptr + row * (MEMORY * MEMORY)
+    slot, facing = slot_of(step, count, MEMORY), slot_of(partner, count, MEMORY)
+    known = wanted & real & is_step(step, count, MEMORY) & is_filled(partner, count, MEMORY)
+    product = tl.load(table + slot * MEMORY + facing, mask=known, other=0.0)
+    own = inverse_size(tl.load(table + slot * (MEMORY + 1), mask=known, other=1.0))
+    theirs = inverse_size(tl.load(table + facing * (MEMORY + 1), mask=known, other=1.0))
+    size = (tl.log2(theirs) - tl.log2(own)) * LOG10_OF_2
+    size = tl.minimum(tl.maximum(size, -MOST_DECADES), MOST_DECADES)
+    return tl.where(known, tl.where(other < MEMORY, product * own * theirs, size), 0.0)
 
 
 @triton.jit
 def _hidden(
+    gram_ptr,
     shares_ptr,
     taps_ptr,
     bias_ptr,
-    rows,
+    row,
     real,
-    told,
-    shares,
+    place,
     count,
     COMPRESSED: tl.constexpr,
     WIDTH: tl.constexpr,
     MEMORY: tl.constexpr,
+    TOLD: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """For each step, (R, INNER) the inner layer."""
-    unit = tl.arange(0, INNER)
-    bias = tl.load(bias_ptr + unit, mask=unit < WIDTH, other=0.0).to(tl.float32)[None, :]
-    hidden = ()
-    for _ in tl.static_range(MEMORY):
-        hidden = hidden + (bias + 0.0 * shares[0],)
-    for tap in tl.static_range(3):
-        weights = ()
-        for c in tl.static_range(MEMORY + 1):
-            read = taps_ptr + (tap * (COMPRESSED + MEMORY + 1) + COMPRESSED + c) * WIDTH + unit
-            weights = weights + (tl.load(read, mask=unit < WIDTH, other=0.0)[None, :],)
-        layers = ()
-        for a in tl.static_range(MEMORY):
-            layer = _heard(
-                hidden[a],
-                shares_ptr,
-                rows,
-                real,
-                told,
-                shares,
-                weights,
-                count,
-                a + tap - 1,
-                tap,
-                WIDTH,
-                MEMORY,
-                INNER,
-            )
-            layers = layers + (layer,)
-        hidden = layers
-    layers = ()
-    for a in tl.static_range(MEMORY):
-        layers = layers + (tl.maximum(hidden[a], 0.0) * filled(a, count, MEMORY),)
-    return layers
+    """(L, INNER) the inner layer, for pairs of a row and a place; nothing at empty ones."""
+    unit, column = tl.arange(0, INNER)[None, :], tl.arange(0, 4 * TOLD)
+    tap, other = column // TOLD, column % TOLD
+    wanted = (tap < 3) & (other <= MEMORY)
+    told = _told(gram_ptr, row, real, place + tap[None, :] - 1, other[None, :], wanted[None, :], count, MEMORY)
+    read = taps_ptr + (tap * (COMPRESSED + MEMORY + 1) + COMPRESSED + other)[:, None] * WIDTH + unit
+    weight = tl.load(read, mask=wanted[:, None] & (unit < WIDTH), other=0.0).to(tl.float32)  # (4·TOLD, INNER)
+    layer = tl.load(bias_ptr + unit + 0 * place, mask=(unit < WIDTH) & (place >= 0), other=0.0).to(tl.float32)
+    for t in tl.static_range(3):
+        step = place + (t - 1)
+        read = shares_ptr + ((row * MEMORY + slot_of(step, count, MEMORY)) * 3 + t) * WIDTH + unit
+        known = real & is_step(step, count, MEMORY) & (unit < WIDTH)
+        layer += tl.load(read, mask=known, other=0.0).to(tl.float32)
+    layer += tl.dot(told, weight, input_precision="tf32x3")
+    return tl.where(is_step(place, count, MEMORY), tl.maximum(layer, 0.0), 0.0)
 
 
 @triton.jit
-def _output(out_ptr, last_ptr, hidden, S: tl.constexpr, OUTPUT: tl.constexpr, WIDTH: tl.constexpr, INNER: tl.constexpr):
-    """(R,) one of the two outputs at step S."""
+def _heard(
+    hidden,
+    out_ptr,
+    TAP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """(ROWS, SLOTS) what each step adds to an output by one tap; the taps of the second output follow the first's."""
     unit = tl.arange(0, INNER)
-    terms = 0.0 * hidden[0]
-    for tap in tl.static_range(3):
-        if S + tap >= 1 and S + tap <= len(hidden):
-            weight = tl.load(out_ptr + (3 * OUTPUT + tap) * WIDTH + unit, mask=unit < WIDTH, other=0.0).to(tl.float32)
-            terms += hidden[S + tap - 1] * weight[None, :]
-    return tl.sum(terms, axis=1) + tl.load(last_ptr + OUTPUT).to(tl.float32)
+    weight = tl.load(out_ptr + TAP * WIDTH + unit, mask=unit < WIDTH, other=0.0).to(tl.float32)
+    return tl.reshape(tl.sum(hidden * weight[None, :], axis=1), [ROWS, SLOTS])
 
 
 @triton.jit
-def _normalised(scores, count, MEMORY: tl.constexpr, KIND: tl.constexpr):
-    """For each step, (R,) its weight."""
-    total = 0.0 * scores[0]
+def _normalised(scores, place, count, MEMORY: tl.constexpr, KIND: tl.constexpr):
+    """(ROWS, SLOTS) weights of steps; zero at empty places."""
+    used, newest = is_step(place, count, MEMORY), place == MEMORY - 1
     if KIND == "softmax":
-        most = scores[MEMORY - 1] + NEWEST_LOGIT
-        for s in tl.static_range(MEMORY - 1):
-            most = tl.maximum(most, tl.where(is_filled(s, count, MEMORY), scores[s], most))
-        shares = ()
-        for s in tl.static_range(MEMORY):
-            raised = scores[s] + (NEWEST_LOGIT if s == MEMORY - 1 else 0.0)
-            # At an empty place the score may be above the greatest.
-            share = tl.exp(tl.minimum(raised - most, 0.0)) * filled(s, count, MEMORY)
-            shares = shares + (share,)
-            total += share
-        weights = ()
-        for s in tl.static_range(MEMORY):
-            weights = weights + (shares[s] / total,)
-        return weights
+        scores = tl.where(used, scores + tl.where(newest, NEWEST_LOGIT, 0.0), float("-inf"))
+        shares = tl.exp(scores - tl.max(scores, axis=1)[:, None])
+        return shares / tl.sum(shares, axis=1)[:, None]
     else:
         if KIND == "shift":
-            for s in tl.static_range(MEMORY):
-                total += scores[s] * filled(s, count, MEMORY)
-            total = total / tl.minimum(count + 1, MEMORY)
-        weights = ()
-        for s in tl.static_range(MEMORY):
-            raised = scores[s] - total + (1.0 if s == MEMORY - 1 else 0.0)
-            weights = weights + (raised * filled(s, count, MEMORY),)
-        return weights
+            total = tl.sum(tl.where(used, scores, 0.0), axis=1)
+            scores -= (total / tl.minimum(count + 1, MEMORY))[:, None]
+        return tl.where(used, scores + tl.where(newest, 1.0, 0.0), 0.0)
 
 
 @triton.jit
 def weigh(
     gram_ptr,
     shares_ptr,
+    weights_ptr,
+    mixing_ptr,
     taps_ptr,
     bias_ptr,
     out_ptr,
     last_ptr,
-    rows,
-    real,
-    products,
-    shares,
+    first,
+    num_real,
     count,
     COMPRESSED: tl.constexpr,
     WIDTH: tl.constexpr,
     MEMORY: tl.constexpr,
-    INNER: tl.constexpr,
+    MIXING: tl.constexpr,
     KIND: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOLD: tl.constexpr,
+    INNER: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
-    """For each step, (R,) its weight, and after these 1 less than the step length.
+    """Store the weights of steps, and step lengths, of the rows from `first` on, ROWS at the most.
 
-    What tables hold in the newest step's slot is not read: it may be on its way there. INNER is a power of two, more
-    than MEMORY and not less than WIDTH.
-
-    Args:
-        rows: (R,) which ones, and `real` (R,) whether they exist.
-        products: For each step, (R,) the inner product of its residual with the newest one.
-        shares: For each tap, (R, INNER) what the newest step's few numbers add to the inner layer.
+    Tables must have the newest step's numbers by now: this program has stored them, and its threads wait for that here.
+    SLOTS is a power of two and not less than MEMORY, as is TOLD, which is more; ROWS times SLOTS is 16 or more.
     """
-    told = _told(gram_ptr, rows, real, products, count, MEMORY)
-    hidden = _hidden(shares_ptr, taps_ptr, bias_ptr, rows, real, told, shares, count, COMPRESSED, WIDTH, MEMORY, INNER)
-    scores = ()
-    for s in tl.static_range(MEMORY):
-        scores = scores + (_output(out_ptr, last_ptr, hidden, s, 0, WIDTH, INNER),)
-    lengthening = _output(out_ptr, last_ptr, hidden, MEMORY - 1, 1, WIDTH, INNER)
-    return _normalised(scores, count, MEMORY, KIND) + (lengthening,)
-
-
-@triton.jit
-def side_by_side(tiles, INNER: tl.constexpr):
-    """(R, INNER) columns (R,), and zeros after them: what is stored together need not change threads on its own."""
-    column = tl.arange(0, INNER)
-    whole = 0.0 * tiles[0][:, None] + 0.0 * column[None, :]
-    for i in tl.static_range(len(tiles)):
-        whole = tl.where((column == i)[None, :], tiles[i][:, None], whole)
-    return whole
-
-
-@triton.jit
-def remember_products(gram_ptr, rows, real, products, count, MEMORY: tl.constexpr, INNER: tl.constexpr):
-    """Store the inner products of the newest residual with each in the window."""
-    column = tl.arange(0, INNER)
-    slot = slot_of(column, count, MEMORY)
-    newest = count % MEMORY
-    known = real[:, None] & (is_filled(column, count, MEMORY) & (column < MEMORY))[None, :]
-    whole = side_by_side(products, INNER)
-    table = gram_ptr + (rows * (MEMORY * MEMORY))[:, None]
-    tl.store(table + (newest * MEMORY + slot)[None, :], whole, mask=known)
-    tl.store(table + (slot * MEMORY + newest)[None, :], whole, mask=known)
-
-
-@triton.jit
-def remember_shares(
-    shares_ptr, rows, real, shares, count, WIDTH: tl.constexpr, MEMORY: tl.constexpr, INNER: tl.constexpr
-):
-    """Store what the newest step's few numbers add to the inner layer; return where."""
-    unit = tl.arange(0, INNER)
-    inside = real[:, None] & (unit < WIDTH)[None, :]
-    place = shares_ptr + ((rows * MEMORY + count % MEMORY) * (3 * WIDTH))[:, None] + unit[None, :]
-    for tap in tl.static_range(3):
-        tl.store(place + tap * WIDTH, shares[tap], mask=inside)
-    return place
-
-
-@triton.jit
-def remember_weights(
-    weights_ptr, mixing_ptr, rows, real, found, MEMORY: tl.constexpr, INNER: tl.constexpr, MIXING: tl.constexpr
-):
-    """Store what `weigh` has found."""
-    column = tl.arange(0, INNER)
-    whole = side_by_side(found, INNER)
-    within = real[:, None] & (column < MEMORY)[None, :]
-    tl.store(weights_ptr + (rows * MEMORY)[:, None] + column[None, :], whole, mask=within)
+    tl.debug_barrier()
+    pair = tl.arange(0, ROWS * SLOTS)[:, None]
+    line = pair // SLOTS
+    hidden = _hidden(
+        gram_ptr,
+        shares_ptr,
+        taps_ptr,
+        bias_ptr,
+        first + line,
+        line < num_real,
+        pair % SLOTS,
+        count,
+        COMPRESSED,
+        WIDTH,
+        MEMORY,
+        TOLD,
+        INNER,
+    )
+    # Each step hears the one before it, itself, and the next.
+    here, there = tl.arange(0, SLOTS)[None, None, :], tl.arange(0, SLOTS)[None, :, None]
+    spread = tl.where(there == here - 1, _heard(hidden, out_ptr, 0, WIDTH, INNER, ROWS, SLOTS)[:, :, None], 0.0)
+    spread += tl.where(there == here, _heard(hidden, out_ptr, 1, WIDTH, INNER, ROWS, SLOTS)[:, :, None], 0.0)
+    spread += tl.where(there == here + 1, _heard(hidden, out_ptr, 2, WIDTH, INNER, ROWS, SLOTS)[:, :, None], 0.0)
+    scores = tl.sum(spread, axis=1) + tl.load(last_ptr).to(tl.float32)
+    place, line = tl.arange(0, SLOTS)[None, :], tl.arange(0, ROWS)
+    weights = _normalised(scores, place, count, MEMORY, KIND)
+    inside = (line < num_real)[:, None] & (place < MEMORY)
+    tl.store(weights_ptr + (first + line)[:, None] * MEMORY + place, weights, mask=inside)
     if MIXING:
-        within = real[:, None] & (column == MEMORY)[None, :]
-        tl.store(mixing_ptr + rows[:, None] + 0 * column[None, :], 1.0 + whole, mask=within)
+        terms = tl.where(place == MEMORY - 2, _heard(hidden, out_ptr, 3, WIDTH, INNER, ROWS, SLOTS), 0.0)
+        terms += tl.where(place == MEMORY - 1, _heard(hidden, out_ptr, 4, WIDTH, INNER, ROWS, SLOTS), 0.0)
+        lengths = 1.0 + tl.load(last_ptr + 1).to(tl.float32) + tl.sum(terms, axis=1)
+        tl.store(mixing_ptr + first + line, lengths, mask=line < num_real)

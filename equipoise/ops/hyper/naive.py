@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from equipoise import _leaves
 from equipoise._tree import Leaves
-from equipoise.ops.standing import Rules, Standing, judge, settle
+from equipoise.ops.standing import ADVANCE, KEEP, Rules, Standing, judge, settle
 from equipoise.solvers._hyper_nets import TAPS
 from equipoise.solvers.hyper_anderson import MOST_DECADES, NEWEST_LOGIT
 
@@ -17,7 +17,15 @@ if TYPE_CHECKING:
     from equipoise.ops.hyper import HyperMemory, HyperParts, Pool
 
 
-def step(z: Leaves, fz: Leaves, memory: "HyperMemory", standing: Standing, parts: "HyperParts", rules: Rules) -> None:
+def step(
+    z: Leaves,
+    fz: Leaves,
+    memory: "HyperMemory",
+    standing: Standing,
+    parts: "HyperParts",
+    rules: Rules,
+    out: Leaves | None,
+) -> None:
     """See `hyper_step`; everything is written in place."""
     work = standing.residual.dtype
     fz = [leaf.to(work) for leaf in fz]
@@ -55,7 +63,12 @@ def step(z: Leaves, fz: Leaves, memory: "HyperMemory", standing: Standing, parts
         proposal = [
             p + torch.einsum("ntk,nktd->ntd", shares, ring) for p, ring in zip(proposal, residuals, strict=True)
         ]
-    settle(z, [leaf.flatten(1) for leaf in proposal], actions, standing)
+    if out is not None:
+        better = (actions & KEEP) != 0
+        due = (standing.owed == 1) & ~better
+        standing.owed.copy_(better)
+        actions = ADVANCE + KEEP * due.int()
+    settle(out or z, [leaf.flatten(1) for leaf in proposal], actions, standing)
 
 
 def _by_position(leaf: Tensor, positions: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""The kernels of `hyper_step`: measure (some positions, or a block of one system), then move (a block of one system).
+"""The kernels of `hyper_step`: measure (a tile of one system, the last of them weighs and judges), then move (a tile).
 
-Where positions have weights of their own, the first kernel finds them; else every program of the second finds those of
-its system for itself. Systems are judged in the same way: by each of their blocks, on copies of what the first kernel
-found, because blocks cannot wait for one another. The first block's judgement is the one that is written down.
+All programs of the first kernel stream through the state; what needs all of a position, or all of a system, is done by
+whichever comes last, from parts that are added up in a fixed order.
 """
 
 import math
@@ -12,159 +11,208 @@ import triton
 
 from equipoise._tree import Leaves
 from equipoise.ops import _kernels
-from equipoise.ops.hyper._measure import measure_positions, measure_systems
 from equipoise.ops.hyper._move import move
+from equipoise.ops.hyper._positions import measure_positions
+from equipoise.ops.hyper._systems import measure_systems
 from equipoise.ops.standing import Rules, Standing
 
 if TYPE_CHECKING:
     from equipoise.ops.hyper import HyperMemory, HyperParts
 
-# Unknowns per program of passes over blocks.
+# Unknowns per program of passes over blocks, and the most features of a position among them.
 BLOCK = 1024
+WIDE = 128
 WARPS = 4
-# Positions whose weights one program finds, and features that it reads at once.
+# Positions whose weights one program finds, and features of them that one reads at once; it reads several times as many
+# one after another where there would be more than so many programs.
 POSITIONS = 16
 FEATURES = 64
-# Registers of its threads, so that a processor holds several programs; up to so many numbers of the inner layer fit.
-REGISTERS = 128
-ROOMY = 384
-# Columns of its tiles from which on it has twice as many threads.
+PROGRAMS = 528
+MOST_SPAN = 4
+# Of the product that compresses them: weights change by less than their own rounding would in bfloat16.
+PRECISION = "tf32"
+# Columns of its tiles from which on it has twice as many threads, and up to which the inner layer fits into so many
+# registers of each: a processor holds several programs then. The network would take more, but few programs run it.
 LARGE = 64
-# Sums over a residual that one program makes, and terms that it reads at once.
-CHANNELS = 32
-TERMS = 32
-# Programs that keep a device busy, and the most blocks one of them moves if there are more.
-PROGRAMS = 512
-MOST_TILES = 16
-# Partial sums read at once.
+REGISTERS = 128
+# Sums over a residual that one program makes at the least, terms that it reads at once, and numbers in all.
+CHANNELS = 16
+TERMS = 64
+POOLED = 1024
+# Parts of sums read at once.
 MOST_CHUNK = 128
+MOST_PARTS = 16
 # The least that a product of matrices takes.
 LEAST = 16
 
 
-def step(z: Leaves, fz: Leaves, memory: "HyperMemory", standing: Standing, parts: "HyperParts", rules: Rules) -> None:
+def step(
+    z: Leaves,
+    fz: Leaves,
+    memory: "HyperMemory",
+    standing: Standing,
+    parts: "HyperParts",
+    rules: Rules,
+    out: Leaves | None,
+) -> None:
     """See `hyper_step`."""
     n = z[0].shape[0]
     if n == 0:
         standing.count.add_(1)
         return
-    sizes = tuple(leaf.shape[1] // parts.positions for leaf in z)
-    wide = min(_power(max(sizes)), FEATURES) if parts.local else BLOCK
-    rows = max(1, BLOCK // wide) if parts.local else 1
-    firsts = _firsts(triton.cdiv(parts.positions, rows) * triton.cdiv(size, wide) for size in sizes)
-    # Weights of a whole system are found by each of its programs, so there are no more of them than the device needs.
-    tiles = 1 if parts.local else max(1, min(n * firsts[-1] // PROGRAMS, MOST_TILES))
-    copies = triton.cdiv(firsts[-1], tiles)
-    leaves: dict[str, Any] = {
-        "z_ptrs": tuple(z),
-        "images_ptrs": tuple(memory.images),
-        "residuals_ptrs": tuple(memory.residuals),
-        "sizes": sizes,
-        "z_rows": tuple(leaf.stride(0) for leaf in z),
-        "images_strides": tuple(ring.stride()[:2] for ring in memory.images),
-        "residuals_strides": tuple(ring.stride()[:2] for ring in memory.residuals),
-    }
-    judging = _kernels.judging(standing, rules)
-    standings = {name: value for name, value in judging.items() if name.endswith("_ptr")}
-    common: dict[str, Any] = {
-        "taps_ptr": parts.taps,
-        "numbers_ptr": standing.residual.new_empty((3, n, copies)),
-        "codes_ptr": standing.status.new_empty(1 + 3 * n * copies),
-        "copies_stride": n * copies,
-        "COMPRESSED": parts.compressed,
-        "WIDTH": parts.width,
+    rings = {**_leaves("images", memory.images), **_leaves("residuals", memory.residuals)}
+    found: dict[str, Any] = {
+        "weights_ptr": memory.weights,
+        "mixing_ptr": memory.mixing,
+        "action_ptr": standing.status.new_empty(1 + n),
         "MEMORY": parts.memory,
-        "INNER": max(_power(parts.width), LEAST),
+        "MIXING": parts.mixing,
     }
     network: dict[str, Any] = {
         "gram_ptr": memory.gram,
         "shares_ptr": memory.shares,
-        "weights_ptr": memory.weights,
-        "mixing_ptr": memory.mixing,
+        "compression_ptr": parts.compression,
+        "taps_ptr": parts.taps,
         "bias_ptr": parts.bias,
         "out_ptr": parts.out,
         "last_ptr": parts.last,
-        "num_positions": parts.positions,
-        "root": math.sqrt(sum(sizes)),
-        "MIXING": parts.mixing,
-        "KIND": parts.weights,
-    }
-    first_pass = {
-        "fz_ptrs": tuple(fz),
-        "fz_rows": tuple(leaf.stride(0) for leaf in fz),
-        "compression_ptr": parts.compression,
         "num_features": parts.compression.shape[1],
-        "num_copies": copies,
-        "COPIES": _power(copies),
+        "root": math.sqrt(sum(leaf.shape[1] for leaf in z) // parts.positions),
+        "arrived_ptr": standing.arrived,
+        "owed_ptr": standing.owed,
+        "COMPRESSED": parts.compressed,
+        "WIDTH": parts.width,
+        "KIND": parts.weights,
         "FEW": max(_power(parts.compressed), LEAST),
-        "FIXED": rules.fixed,
+        "INNER": max(_power(parts.width), LEAST),
+        "SLOTS": _power(parts.memory),
+        "COLUMNS": _power(parts.memory + 2),
+        "TOLD": max(_power(parts.memory + 1), LEAST // 4),
+        "APART": out is not None,
+        **_kernels.judging(standing, rules),
     }
-    if parts.local:
-        sums = _measure_positions(n, parts, {**leaves, **first_pass, **common, **network, **standings})
-    else:
-        sums = _measure_systems(n, parts, {**leaves, **first_pass, **common, **standings})
-    move[(n, copies)](
-        best_ptrs=tuple(standing.best),
-        best_rows=tuple(leaf.stride(0) for leaf in standing.best),
+    leaves = {**_leaves("z", z), **_leaves("fz", fz), **rings}
+    measure = _measure_positions if parts.local else _measure_systems
+    measure(z, fz, memory, parts, {**leaves, **found, **network})
+    _move(out or z, standing, parts, {**rings, **found})
+
+
+def _measure_positions(
+    z: Leaves, fz: Leaves, memory: "HyperMemory", parts: "HyperParts", arguments: dict[str, Any]
+) -> None:
+    """The first pass where positions have weights of their own."""
+    n, down = z[0].shape[0], triton.cdiv(parts.positions, POSITIONS)
+    sizes = tuple(leaf.shape[1] // parts.positions for leaf in z)
+    chunk, span = _tiles(n * down, sizes)
+    firsts = _firsts(triton.cdiv(size, chunk * span) for size in sizes)
+    sums = memory.weights.new_empty((n, down, firsts[-1], POSITIONS, arguments["COLUMNS"]))
+    measure_positions[(n * down * firsts[-1],)](
+        **arguments,
+        sizes=sizes,
         firsts=firsts,
-        num_tiles=tiles,
-        LOCAL=parts.local,
-        SLOTS=_power(parts.memory),
-        ROWS=rows,
-        WIDE=wide,
-        CHUNK=min(_power(sums["num_blocks"]), MOST_CHUNK),
-        POOL_CHUNK=min(_power(sums["num_pools"]), LEAST),
-        **sums,
-        **leaves,
-        **common,
-        **network,
-        **judging,
-        num_warps=WARPS,
-    )
-
-
-def _measure_positions(n: int, parts: "HyperParts", arguments: dict[str, Any]) -> dict[str, Any]:
-    """The first pass where positions have weights of their own; what the second one takes from it."""
-    blocks = triton.cdiv(parts.positions, POSITIONS)
-    partial = arguments["numbers_ptr"].new_empty((n, blocks, 2))
-    chunk = min(max(_power(max(arguments["sizes"])), LEAST), FEATURES)
-    measure_positions[(n, blocks)](
-        partial_ptr=partial,
+        sums_ptr=sums,
+        few_ptr=sums.new_empty((n, down, firsts[-1], POSITIONS, arguments["FEW"])),
+        norms_ptr=sums.new_empty((n, down, 2)),
+        gathered_ptr=memory.arrived,
+        num_positions=parts.positions,
+        num_down=down,
         ROWS=POSITIONS,
         CHUNK=chunk,
-        **arguments,
-        maxnreg=REGISTERS if parts.memory * arguments["INNER"] <= ROOMY else None,
+        SPAN=span,
+        PARTS=min(_power(firsts[-1]), MOST_PARTS),
+        NORMS=min(_power(down), MOST_CHUNK),
+        UNIT=_unit(sizes, z, fz, memory),
+        PRECISION=PRECISION,
+        maxnreg=REGISTERS if arguments["INNER"] <= LARGE else None,
         num_warps=2 * WARPS if max(chunk, arguments["INNER"]) >= LARGE else WARPS,
+        num_stages=1,
     )
-    return {"partial_ptr": partial, "pooled_ptr": partial, "num_blocks": blocks, "num_pools": 1}
 
 
-def _measure_systems(n: int, parts: "HyperParts", arguments: dict[str, Any]) -> dict[str, Any]:
-    """The first pass where all of a system has the same weights; what the second one takes from it."""
-    firsts = _firsts(triton.cdiv(size, BLOCK) for size in arguments["sizes"])
-    pool_firsts = _firsts(triton.cdiv(pool.channels, CHANNELS) for pool in parts.pools)
-    blocks, pools = firsts[-1], pool_firsts[-1]
-    slots = _power(parts.memory)
-    partial = arguments["numbers_ptr"].new_empty((n, blocks, slots + 2))
-    pooled = partial.new_empty((n, pools, 3, parts.width))
-    measure_systems[(n, blocks + pools)](
-        firsts=firsts,
-        pool_firsts=pool_firsts,
-        pools=tuple((pool.channels, pool.stride, pool.count, pool.pace, pool.offset) for pool in parts.pools),
-        scales=tuple(pool.scale for pool in parts.pools),
-        partial_ptr=partial,
-        pooled_ptr=pooled,
-        num_blocks=blocks,
-        num_pools=pools,
-        SLOTS=slots,
-        BLOCK=BLOCK,
-        CHANNELS=CHANNELS,
-        TERMS=TERMS,
-        SIGNED=any(pool.signed for pool in parts.pools),
+def _tiles(strips: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Features that a program reads at once, and how many times, for so many strips of positions."""
+    chunk = min(max(_power(max(sizes)), LEAST), FEATURES)
+    programs = strips * sum(triton.cdiv(size, chunk) for size in sizes)
+    return chunk, max(1, min(programs // PROGRAMS, triton.cdiv(max(sizes), chunk), MOST_SPAN))
+
+
+def _measure_systems(
+    z: Leaves, fz: Leaves, memory: "HyperMemory", parts: "HyperParts", arguments: dict[str, Any]
+) -> None:
+    """The first pass where all of a system has the same weights."""
+    n, sizes = z[0].shape[0], tuple(leaf.shape[1] for leaf in z)
+    looked_at = [i for i, pool in enumerate(parts.pools) if pool.channels > 0]
+    pools = [parts.pools[i] for i in looked_at]
+    terms = min(_power(max(pool.count for pool in pools)), TERMS)
+    channels = min(max(POOLED // terms, CHANNELS), max(_power(max(pool.channels for pool in pools)), CHANNELS))
+    firsts = _firsts(triton.cdiv(size, BLOCK) for size in sizes)
+    pool_firsts = _firsts(triton.cdiv(pool.channels, channels) for pool in pools)
+    sums = memory.weights.new_empty((n, firsts[-1], arguments["COLUMNS"]))
+    measure_systems[(n * (firsts[-1] + pool_firsts[-1]),)](
         **arguments,
+        **_leaves("pool_z", [z[i] for i in looked_at]),
+        **_leaves("pool_fz", [fz[i] for i in looked_at]),
+        sizes=sizes,
+        firsts=firsts,
+        pool_sizes=tuple(sizes[i] for i in looked_at),
+        pool_firsts=pool_firsts,
+        pools=tuple((pool.channels, pool.stride, pool.count, pool.pace, pool.offset) for pool in pools),
+        scales=tuple(pool.scale for pool in pools),
+        sums_ptr=sums,
+        few_ptr=sums.new_empty((n, pool_firsts[-1], arguments["FEW"])),
+        ROWS=max(1, LEAST // arguments["SLOTS"]),
+        BLOCK=BLOCK,
+        CHANNELS=channels,
+        TERMS=terms,
+        CHUNK=min(_power(firsts[-1]), MOST_CHUNK),
+        POOL_CHUNK=min(_power(pool_firsts[-1]), MOST_PARTS),
+        SIGNED=any(pool.signed for pool in pools),
+        UNIT=_unit((), z, fz, memory),
         num_warps=WARPS,
     )
-    return {"partial_ptr": partial, "pooled_ptr": pooled, "num_blocks": blocks, "num_pools": pools}
+
+
+def _move(z: Leaves, standing: Standing, parts: "HyperParts", arguments: dict[str, Any]) -> None:
+    """The second pass."""
+    n, sizes = z[0].shape[0], tuple(leaf.shape[1] // parts.positions for leaf in z)
+    wide = min(_power(max(sizes)), WIDE) if parts.local else BLOCK
+    rows = max(1, BLOCK // wide)
+    firsts = _firsts(triton.cdiv(parts.positions, rows) * triton.cdiv(size, wide) for size in sizes)
+    strides = [stride for name, values in arguments.items() if name.endswith(("_rows", "_slots")) for stride in values]
+    own = [leaf.stride(0) for leaf in (*z, *standing.best)]
+    move[(n * firsts[-1],)](
+        **_leaves("z", z),
+        **_leaves("best", standing.best),
+        **arguments,
+        sizes=sizes,
+        firsts=firsts,
+        count_ptr=standing.count,
+        num_rows=n,
+        num_positions=parts.positions,
+        ROWS=rows,
+        WIDE=wide,
+        UNIT=_common(*sizes, *strides, *own),
+        num_warps=WARPS,
+    )
+
+
+def _leaves(name: str, leaves: Leaves) -> dict[str, Any]:
+    """Tensors by leaf, (N, D_i) or rings (N, m, D_i), as kernels take them."""
+    found: dict[str, Any] = {f"{name}_ptrs": tuple(leaves), f"{name}_rows": tuple(leaf.stride(0) for leaf in leaves)}
+    if leaves[0].dim() == 3:
+        found[f"{name}_slots"] = tuple(leaf.stride(1) for leaf in leaves)
+    return found
+
+
+def _unit(sizes: tuple[int, ...], z: Leaves, fz: Leaves, memory: "HyperMemory") -> int:
+    """What all offsets of the first pass are a multiple of."""
+    rings = (*memory.images, *memory.residuals)
+    return _common(*sizes, *(stride for leaf in (*z, *fz, *rings) for stride in leaf.stride()[:-1]))
+
+
+def _common(*numbers: int) -> int:
+    """The greatest power of two, up to 8, that divides all numbers."""
+    return math.gcd(8, *numbers)
 
 
 def _power(number: int) -> int:
