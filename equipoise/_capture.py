@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from equipoise._compat import inside_functorch_transform, saves_tensors_elsewhere
 from equipoise._fingerprint import Watch, glance, key_of, module_form
-from equipoise._loop import step_obstacle
+from equipoise._method import step_obstacle
 from equipoise._problem import Problem, StateSpec
 from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._scope import current_scope

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._compat import keep_backward_buffers, leaves_reached
-from equipoise._loop import Buffers, Iteration, Level, Loop, Method, Part, shrunk
+from equipoise._loop import Buffers, Iteration, Level, Loop, Part, shrunk
+from equipoise._method import Method
 from equipoise._problem import HALF, Problem, pullback
 from equipoise._scope import SolveScope
 from equipoise._solution import Stats

@@ -32,7 +32,7 @@ from torch import Tensor
 
 import equipoise as eq
 from benchmarks.kernels.mdeq_gpu import CASES, SOLVERS, Bench, Case, _wait
-from equipoise._loop import Method
+from equipoise._method import Method
 from equipoise._problem import StateSpec
 from equipoise._tape import tape_for
 from equipoise.bench.cells import SHAPES

@@ -1,0 +1,187 @@
+"""One step of each solver on the buffers of a recording, and several of them in a row."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from equipoise._problem import Problem, StateSpec
+from equipoise._stop import Stop
+from equipoise._tape import copy_all
+from equipoise._tree import Leaves
+from equipoise.solvers import Anderson, Broyden, HyperAnderson, Picard, Solver
+from equipoise.solvers._hyper_step import LearnedMemory, learned_step
+
+if TYPE_CHECKING:
+    from equipoise._loop import Buffers
+    from equipoise.ops import HyperParts
+
+Evaluate = Callable[[Leaves], Leaves]
+
+
+def step_obstacle(solver: Solver, stop: Stop, spec: StateSpec) -> str | None:
+    """Why steps of this solver cannot be recorded, if they cannot."""
+    from equipoise.ops import anderson, broyden
+    from equipoise.ops._backend import KERNEL_DTYPES, _has_triton
+
+    if type(solver) not in (Anderson, Broyden, HyperAnderson, Picard):
+        return f"{type(solver).__name__} has no recorded step"
+    if isinstance(solver, Broyden) and solver.line_search:
+        return "Broyden's line search reads results on the host"
+    if spec.device.type != "cuda":
+        return None
+    if spec.work_dtype not in KERNEL_DTYPES or not _has_triton():
+        return f"there is no kernel for {spec.work_dtype} states, or Triton is not installed"
+    most = {Anderson: anderson.MOST_MEMORY, Broyden: broyden.MOST_MEMORY}.get(type(solver))
+    slots = getattr(solver, "memory", None) or stop.max_steps
+    if most is not None and slots > most:
+        return f"the kernel of {type(solver).__name__} holds {most} steps, not {slots}"
+    return None
+
+
+def _is_fused(solver: HyperAnderson, spec: StateSpec) -> bool:
+    """Whether a learned solver has a fused step here; without kernels there is nothing to gain by it."""
+    from equipoise.ops._backend import KERNEL_DTYPES
+    from equipoise.ops.hyper import supports
+
+    known = all(parameter.dtype in KERNEL_DTYPES for parameter in solver.parameters())
+    return spec.device.type == "cuda" and known and supports(solver.config, spec)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a loop steps and when its systems end.
+
+    Attributes:
+        solver: Of a kind that has a recorded step.
+        stop: When systems end.
+        floor: The relative residual at which rounding in f decides.
+        problem: What is solved, its inputs in buffers of the recording; only a learned solver looks at it.
+        image_dtype: What all images are in, if that is half precision: they are remembered in it, and nothing is lost.
+        parts: Of a learned solver, where it has a fused step.
+    """
+
+    solver: Solver
+    stop: Stop
+    floor: float
+    problem: Problem | None = None
+    image_dtype: torch.dtype | None = None
+    parts: "HyperParts | None" = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        from equipoise.ops import HyperParts
+
+        solver, problem = self.solver, self.problem
+        if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, problem.spec):
+            object.__setattr__(self, "parts", HyperParts.of(solver, problem.spec))
+
+    @property
+    def takes_half(self) -> bool:
+        """Whether images may come in half precision, whatever the dtype of the state."""
+        return (self.parts is not None or not isinstance(self.solver, HyperAnderson)) and not self.follows
+
+    @property
+    def follows(self) -> bool:
+        """Whether the next iterates are the images, whatever is found about them: then nothing needs to be moved."""
+        return isinstance(self.solver, Picard) and self.solver.damping == 1.0 and self.stop.fixed_budget
+
+    def memory(self, z: Leaves) -> Any:
+        """What the solver remembers of states like z; None for nothing."""
+        from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory
+
+        if isinstance(self.solver, Anderson):
+            return AndersonMemory.empty(z, self.solver.memory, self.image_dtype)
+        if isinstance(self.solver, Broyden):
+            return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
+        if self.parts is not None:
+            # Rounding is relative to a residual: half the bytes, the same equilibrium. Free weights do not end there.
+            whole = z[0].dtype != torch.float32 or self.parts.weights == "free"
+            narrow = None if whole else torch.bfloat16
+            return HyperMemory.empty(z, self.parts, narrow, self.image_dtype)
+        if isinstance(self.solver, HyperAnderson):
+            assert self.problem is not None
+            return LearnedMemory(self.solver, self.problem.spec, z)
+        return None
+
+    def begin(self, buffers: "Buffers") -> None:
+        """Begin a solve from z, or from what is learned to be a better start."""
+        if isinstance(self.solver, HyperAnderson):
+            assert self.problem is not None
+            start = self.solver.guess(self.problem, buffers.z)
+            if start is not buffers.z:
+                copy_all(buffers.z, start)
+        if self.parts is not None:
+            self.parts.refresh()
+        buffers.restart()
+
+    def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
+        """One step given f(z), in place; Anderson's and a fused one may be from elsewhere to elsewhere."""
+        from equipoise.ops import anderson_step, broyden_step, hyper_step, picard_step
+
+        z, standing, memory, solver = z or buffers.z, buffers.standing, buffers.memory, self.solver
+        rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
+        if isinstance(solver, Anderson):
+            settings: dict[str, Any] = {"ridge": solver.ridge, "mixing": solver.mixing, "bound": solver.bound}
+            anderson_step(z, fz, memory, standing, **rules, **settings, out=out)
+        elif isinstance(solver, Broyden):
+            broyden_step(z, fz, memory, standing, **rules, step=solver.step)
+        elif self.parts is not None:
+            hyper_step(z, fz, memory, standing, self.parts, **rules, out=out)
+        elif isinstance(solver, HyperAnderson):
+            learned_step(z, fz, memory, standing, **rules)
+        else:
+            assert isinstance(solver, Picard)
+            picard_step(z, fz, standing, **rules, damping=solver.damping)
+
+    def run(
+        self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool, trail: list[Leaves] | None = None
+    ) -> None:
+        """So many steps from z, the last of the solve or not.
+
+        With a trail the iterates need not be brought to z between two runs: the first leaves them there for the second.
+        """
+        apart = isinstance(self.solver, Anderson) or self.parts is not None
+        if self.follows or (apart and self.stop.fixed_budget):
+            self._run_apart(buffers, evaluate, steps, ends, trail)
+            return
+        for _ in range(steps):
+            self.step(buffers, _apart(evaluate(buffers.z), buffers.z))
+
+    def _run_apart(
+        self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool, trail: list[Leaves] | None
+    ) -> None:
+        """As `run` where nothing ends: iterates are not written over at once, so that few best ones must be copied."""
+        from equipoise.ops import picard_follow, picard_settle
+
+        z = before = older = buffers.z
+        spare: Leaves = []
+        if trail:
+            z, before, older, spare = trail
+        elif not self.follows:
+            spare = [torch.empty_like(leaf) for leaf in z]
+        for _ in range(steps):
+            image = _apart(evaluate(z), [*z, *buffers.z, *spare])
+            if self.follows:
+                picard_follow(z, image, older, buffers.standing, stop=self.stop, floor=self.floor)
+                z, before, older = image, z, before
+            else:
+                self.step(buffers, image, z, spare)
+                z, before, spare = spare, z, z
+        if trail is not None and not ends:
+            trail[:] = z, before, older, spare
+            return
+        picard_settle(before, older, buffers.standing)
+        if z is not buffers.z and (not ends or self.stop.select == "last"):
+            copy_all(buffers.z, z)
+
+
+def _apart(image: Leaves, z: Leaves) -> Leaves:
+    """f(z) as contiguous tensors apart from z: f may return its argument, in part or in another order."""
+    own = {_address(leaf) for leaf in z}
+    return [leaf.clone() if _address(leaf) in own else leaf.contiguous() for leaf in image]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
