@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._compat import inside_functorch_transform, saves_tensors_elsewhere
+from equipoise._errors import first_line
 from equipoise._fingerprint import Watch, glance, key_of, module_form
 from equipoise._method import step_obstacle
 from equipoise._problem import Problem, StateSpec
@@ -300,8 +301,8 @@ class CaptureEngine:
             before.restore()  # the eager engine draws what it would have drawn
             if not isinstance(error, CannotCapture) and not _may_do_without(error, problem.spec.device):
                 raise
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            reason = first_line if isinstance(error, CannotCapture) else f"the cell cannot be recorded ({first_line})"
+            said = first_line(error)
+            reason = said if isinstance(error, CannotCapture) else f"the cell cannot be recorded ({said})"
             remember(self._hopeless, key, reason, MOST_REMEMBERED)
             raise CannotCapture(reason) from error
 

@@ -29,3 +29,8 @@ def require_count(owner: str, name: str, value: Any, *, low: int = 1) -> None:
     """Raise unless `value` is an integer of at least `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{owner}: {name} must be an integer of at least {low}, got {value!r}.")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line; its name if it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -15,7 +15,7 @@ and writes to its own, so its results can be dropped if the model turns out to b
 import random
 import threading
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from equipoise._capture import remember
 from equipoise._compat import autocast_dtype, inside_functorch_transform, reenter_autocast
 from equipoise._errors import require_count
 from equipoise._fingerprint import Watch
@@ -32,7 +33,7 @@ from equipoise._module import DEQ, LEARNED, Plan, deqs_in
 from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._scope import current_scope
 from equipoise._solution import EquilibriumWarning
-from equipoise._static import Arguments, Read, Results
+from equipoise._static import Arguments, Read, Results, reported
 from equipoise._tape import Graphs, Work, being_recorded, copy_all, inline, recording_now, solves_inline
 
 NEW = "a call of its kind is new"
@@ -126,7 +127,6 @@ class _Kind:
 
     Attributes:
         seen: How many there were.
-        used: When one was made last, by the count of calls.
         watch: Over the model as it was recorded, or refused.
         obstacle: Why they cannot be recorded.
         places: Buffers of the tensors among the arguments.
@@ -137,7 +137,6 @@ class _Kind:
     """
 
     seen: int = 0
-    used: int = 0
     watch: Watch | None = None
     obstacle: str | None = None
     places: list[Tensor] = field(default_factory=list)
@@ -189,13 +188,13 @@ class CapturedForward:
         self.model, self.function = model, model if function is None else function
         self.after, self.most, self.warn = after, most, warn
         self.fallbacks: Counter[str] = Counter()
-        self.recorded = self.replayed = self._clock = 0
+        self.recorded = self.replayed = 0
         self._lock = threading.RLock()
         self.release()
 
     def release(self) -> None:
         """Give up all recordings and the memory they hold."""
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: OrderedDict[Any, _Kind] = OrderedDict()
         self._read: dict[type, Read] = {}
         self._deqs = deqs_in(self.model)
         self._device: torch.device | None = None
@@ -229,8 +228,6 @@ class CapturedForward:
         kind = self._known(key)
         if kind is None or kind.replay is None:
             kind = self._studied(key, kind, arguments, given)
-        self._clock += 1
-        kind.used = self._clock
         self._tape.take_turn()
         copy_all(kind.places, arguments.tensors)
         assert kind.replay is not None
@@ -262,9 +259,12 @@ class CapturedForward:
 
     def _known(self, key: Any) -> _Kind | None:
         try:
-            return self._kinds.get(key)
+            if key not in self._kinds:
+                return None
         except TypeError as error:
             raise CannotCapture(f"arguments or plans cannot be compared ({error})") from error
+        self._kinds.move_to_end(key)
+        return self._kinds[key]
 
     def _studied(self, key: Any, known: _Kind | None, arguments: Arguments, given: Any) -> _Kind:
         """A kind that can be replayed, recorded now if it is worth it."""
@@ -274,7 +274,7 @@ class CapturedForward:
                 raise CannotCapture(kind.obstacle)
             kind = _Kind()
         kind.seen += 1
-        self._remember(key, kind)
+        remember(self._kinds, key, kind, self.most)
         if kind.seen <= self.after:
             raise CannotCapture(NEW)
         _check_model(self.model)
@@ -285,22 +285,14 @@ class CapturedForward:
             kind.obstacle, kind.places, kind.results, kind.recordings = str(reason), [], None, []
             raise
         if sum(map(len, self._read.values())) > read:  # no key will be equal to an older one
-            self._kinds = {self._key(Arguments(arguments.device, self._read), given): kind}
+            self._kinds = OrderedDict({self._key(Arguments(arguments.device, self._read), given): kind})
         return kind
-
-    def _remember(self, key: Any, kind: _Kind) -> None:
-        self._kinds[key] = kind
-        self._clock += 1
-        kind.used = self._clock
-        if len(self._kinds) > self.most:
-            oldest = min(self._kinds, key=lambda other: self._kinds[other].used)
-            del self._kinds[oldest]
 
     # Recording
 
     def _record(self, kind: _Kind, arguments: Arguments, given: Any) -> None:
         places: list[Tensor] = []
-        with _as_ever(), recording_now, _reported():
+        with _as_ever(), recording_now, reported("the forward pass"):
             static = arguments.static(given, places)
             copy_all(places, arguments.tensors)
             autocast = autocast_dtype(arguments.device.type)
@@ -355,15 +347,3 @@ def _as_ever() -> Iterator[None]:
     """Tensors that outlive inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Whatever goes wrong is a reason not to record; an ordinary call shows whether it is more than that."""
-    try:
-        yield
-    except CannotCapture:
-        raise
-    except Exception as error:
-        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CannotCapture(f"the forward pass cannot be recorded ({first_line})") from error

@@ -3,7 +3,8 @@
 import copy
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from equipoise._draws import Rows
+from equipoise._errors import first_line
 from equipoise._fingerprint import PLAIN_VALUES
 from equipoise._recording import CannotCapture
 from equipoise._solution import Solution
@@ -31,6 +33,17 @@ def comparable(value: Any, what: str) -> Any:
 def buffer_like(leaf: Any) -> Any:
     """A tensor of its own for a tensor; anything else as it is."""
     return torch.empty_like(leaf, requires_grad=False) if isinstance(leaf, Tensor) else leaf
+
+
+@contextmanager
+def reported(what: str) -> Iterator[None]:
+    """Whatever goes wrong is a reason not to record something; made in the ordinary way it shows if it is more."""
+    try:
+        yield
+    except CannotCapture:
+        raise
+    except Exception as error:
+        raise CannotCapture(f"{what} cannot be recorded ({first_line(error)})") from error
 
 
 class Noted:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from equipoise._errors import first_line
 from equipoise._solution import EquilibriumWarning
 from equipoise.bench.harness import Check, Goal, Row, Sample, register_case, tidy
 from equipoise.bench.models import SUBJECTS, TINY, Subject, Trainer, mean_loss
@@ -114,7 +115,7 @@ class _Profile:
             if name.startswith("DEQ"):
                 self.residuals[name] = _residual(trainer.step(network, batch)())
         except torch.OutOfMemoryError as error:
-            self.skipped[name] = str(error).splitlines()[0]
+            self.skipped[name] = first_line(error)
             self.kept.pop(name, None)
         finally:
             deq._capture = None  # recordings hold memory

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equipoise._errors import first_line
 from equipoise.bench.harness import Check, Goal, Row, Work, compared, in_turns, recorded, register_case, replayed, tidy
 from equipoise.bench.models import SUBJECTS, TINY, Budget, Subject, Trainer
 from equipoise.solvers import Anderson, Broyden, Solver
@@ -106,14 +107,14 @@ class _Measurement:
             works[untied]()
         except RuntimeError as error:  # it is there for comparison only
             works.pop(untied, None)
-            row.skipped[untied] = _first_line(error)
+            row.skipped[untied] = first_line(error)
 
     def _graph(self, name: str, work: Callable[[], Any]) -> Work:
         """The work as a CUDA graph, or as it is where it cannot be recorded."""
         try:
             return recorded(partial(_done, work), self.trainer.device)
         except RuntimeError as error:
-            self.result.notes.append(f"{name} goes without a CUDA graph: {_first_line(error)}")
+            self.result.notes.append(f"{name} goes without a CUDA graph: {first_line(error)}")
             work()
             return work
 
@@ -142,7 +143,3 @@ class _Measurement:
 
 def _done(work: Callable[[], Any]) -> None:
     work()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -124,6 +124,19 @@ def judge(
             return kept + tl.where(ended, tl.where(better, 0, RETREAT), ADVANCE)
 
 
+@triton.jit
+def postponed(action, owed_ptr, row):
+    """The action where proposals are written elsewhere, over the iterate before, which is kept if it was the best.
+
+    Whether the newest one is to be kept is known only when the next step has been judged: until then it is owed.
+    """
+    owed = tl.load(owed_ptr + row)
+    tl.debug_barrier()  # every thread has loaded it
+    better = (action & KEEP) != 0
+    tl.store(owed_ptr + row, tl.where(better, 1, 0))
+    return tl.where((owed == 1) & (better == 0), ADVANCE | KEEP, ADVANCE)
+
+
 def judging(standing: _standing.Standing, rules: _standing.Rules) -> dict[str, Any]:
     """What a kernel that calls `judge` takes for it, by the names that `judge` has for them, and `count_ptr`."""
     tensors = {name: getattr(standing, name) for name in ("residual", "latest", "status", "steps", "stalled", "limit")}

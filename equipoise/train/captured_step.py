@@ -33,7 +33,7 @@ from equipoise._draws import Rows
 from equipoise._fingerprint import OF_EVERY_MODULE, PLAIN_VALUES
 from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._solution import EquilibriumWarning, Stats
-from equipoise._static import Noted, buffer_like, comparable
+from equipoise._static import Noted, buffer_like, comparable, reported
 from equipoise._stop import Stop
 from equipoise._tape import Graphs, Work, copy_all, recording_now, solves_inline
 from equipoise._tree import tree_flatten, tree_map, tree_tensors, tree_unflatten
@@ -385,7 +385,7 @@ class CapturedSteps:
             self._finish(kind, self._gradients(kind, rehearsed=False))
 
         try:
-            with recording_now, self._reported(), self._ready(kind, recorded=True), self.tape.together():
+            with recording_now, reported("a step"), self._ready(kind, recorded=True), self.tape.together():
                 replay = self.tape.record(run)
         except CannotCapture:
             self.tape = step_tape(self.device)  # the memory of a failed recording is given up
@@ -399,7 +399,7 @@ class CapturedSteps:
 
     def _gradients(self, kind: _Kind, rehearsed: bool) -> Tensor:
         """Both passes, up to the clipping of the gradients; returns their norm before."""
-        with self._reported():
+        with reported("a step"):
             made = self.run(kind.batch, kind.rows, kind.carry, self._weight, _AnyStep())
             norm = self.stepper.guard.clip(self.model)
             kind.put(made, norm, rehearsed)
@@ -421,17 +421,6 @@ class CapturedSteps:
             self.stepper.optimizer.zero_grad()
             for recording in kind.recordings:
                 recording.let_go()
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        """Whatever goes wrong is a reason not to record; an ordinary step shows whether it is more than that."""
-        try:
-            yield
-        except CannotCapture:
-            raise
-        except Exception as error:
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CannotCapture(f"a step cannot be recorded ({first_line})") from error
 
 
 def _check_plan(plan: StepPlan | None) -> None:

@@ -4,8 +4,10 @@ import json
 import os
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from equipoise._draws import Rows, rows_of
 from equipoise._errors import unknown_name
 from equipoise._module import solutions_of
-from equipoise._solution import EquilibriumWarning
+from equipoise._solution import EquilibriumWarning, Stats
+from equipoise._stop import Stop
 from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
 from equipoise.tasks.hyper import forward_of
@@ -416,6 +419,18 @@ class _Run:
         return tqdm(total=steps, initial=self.state.step, disable=hidden, unit="step", dynamic_ncols=True)
 
 
+EvaluationStep = Callable[[Any, Any, Any], tuple[Any, list[tuple[Stats, Stop]]]]
+"""From a batch, what the one before left, and metrics that take it in, to what is left and statistics of the solves."""
+
+
+def _evaluation_step(
+    task: Task, model: nn.Module, batch: Any, carry: Any, metrics: Any
+) -> tuple[Any, list[tuple[Stats, Stop]]]:
+    with solutions_of(model) as solutions:
+        carry = task.evaluation_step(model, batch, carry, metrics)
+    return carry, [(solution.stats, used.stop) for solution, used in solutions]
+
+
 @torch.no_grad()
 def evaluate(
     task: Task,
@@ -425,6 +440,7 @@ def evaluate(
     device: torch.device | str = "cpu",
     window: StatsWindow | None = None,
     most: int | None = None,
+    step: EvaluationStep | None = None,
 ) -> dict[str, float]:
     """Metrics of a model on a split; of all processes together, if there are several.
 
@@ -436,20 +452,20 @@ def evaluate(
         device: Where batches go.
         window: Takes the statistics of the solves.
         most: Batches to look at; None for all.
+        step: How a batch is put into the metrics; the task's own step on the model by default.
     """
     if split not in splits.held_out:
         raise unknown_name("split", split, splits.held_out)
-    metrics, carry = task.metrics().to(device), None
+    metrics, carry, step = task.metrics().to(device), None, step or partial(_evaluation_step, task, model)
     for index, batch in enumerate(splits.held_out[split]()):
         if most is not None and index >= most:
             break
         if not batch.rows.count:  # a small batch may leave nothing for some processes
             continue
-        with solutions_of(model) as solutions:
-            carry = task.evaluation_step(model, batch.to(device), carry, metrics)
-        for solution, used in solutions:
+        carry, solves = step(batch.to(device), carry, metrics)
+        for stats, stop in solves:
             if window is not None:
-                window.add(solution.stats, used.stop)
+                window.add(stats, stop)
     return task.report({name: float(value) for name, value in metrics.compute().items()})
 
 

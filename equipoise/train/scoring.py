@@ -1,7 +1,6 @@
 """Scoring a run's model again and again, with other solvers and numbers of steps."""
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from equipoise._forward import CapturedForward
 from equipoise._module import deqs_in, solutions_of
 from equipoise._tape import inline
 from equipoise.train.load import TrainedRun
+from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow
 
 # Forward passes of a kind after which one is recorded: a recording takes as long as dozens of them.
@@ -53,15 +53,16 @@ class Scoring:
     @torch.no_grad()
     def measured(self, model: nn.Module) -> tuple[dict[str, float], dict[str, Any]]:
         """Metrics of a model in eval mode, and a summary of its solves."""
-        task, device, window = self.opened.task, self.opened.device, StatsWindow()
-        metrics, carry, forward = task.metrics().to(device), None, self.forward(model)
-        for batch in itertools.islice(self.opened.splits.held_out[self.split](), self.most):
-            told, carry, solves = forward(batch.to(device), carry)
+        opened, window, forward = self.opened, StatsWindow(), self.forward(model)
+
+        def step(batch: Any, carry: Any, metrics: Any) -> Any:
+            told, carry, solves = forward(batch, carry)
             for name, values, named in told:
                 metrics[name].update(*values, **named)
-            for stats, stop in solves:
-                window.add(stats, stop)
-        return task.report({name: float(value) for name, value in metrics.compute().items()}), window.summary()
+            return carry, solves
+
+        found = evaluate(opened.task, model, opened.splits, self.split, opened.device, window, self.most, step)
+        return found, window.summary()
 
     def forward(self, model: nn.Module) -> CapturedForward:
         """A model's forward pass on a batch, given what the one before left."""

@@ -197,11 +197,8 @@ def _measure(
             FIXED,
             LAST,
         )
-        if APART:  # what the proposal will be written over is the iterate before, to be kept if it is the best
-            better = (action & _kernels.KEEP) != 0
-            due = (tl.load(owed_ptr + row) == 1) & (better == 0)
-            tl.store(owed_ptr + row, tl.where(better, 1, 0))
-            action = tl.where(due, _kernels.ADVANCE | _kernels.KEEP, _kernels.ADVANCE)
+        if APART:
+            action = _kernels.postponed(action, owed_ptr, row)
         tl.store(action_ptr + row, action)
         used = tl.arange(0, SLOTS) < tl.minimum(count + 1, MEMORY)
         products = _kernels.sum_of_blocks(partial_ptr, tl.arange(0, SLOTS), used, num_blocks, SLOTS + 2, CHUNK)

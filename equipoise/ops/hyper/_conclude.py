@@ -84,10 +84,6 @@ def conclude(
         FIXED,
         LAST,
     )
-    if APART:  # what the proposal will be written over is the iterate before, to be kept if it is the best
-        owed = tl.load(owed_ptr + row)
-        tl.debug_barrier()  # every thread has loaded it
-        better = (action & _kernels.KEEP) != 0
-        tl.store(owed_ptr + row, tl.where(better, 1, 0))
-        action = tl.where((owed == 1) & (better == 0), _kernels.ADVANCE | _kernels.KEEP, _kernels.ADVANCE)
+    if APART:
+        action = _kernels.postponed(action, owed_ptr, row)
     tl.store(action_ptr + 1 + row, action)
