@@ -81,14 +81,17 @@ class CropFlip(Augment):
     Attributes:
         padding: Width of the frame.
         flip: Whether to mirror.
+        erase: Side of a square that is blackened, its centre anywhere in the crop; 0 for none.
     """
 
     padding: int = 4
     flip: bool = True
-    draws: ClassVar[int] = 3
+    erase: int = 0
+    draws: ClassVar[int] = 5
 
     def __post_init__(self) -> None:
         require_count("CropFlip", "padding", self.padding, low=0)
+        require_count("CropFlip", "erase", self.erase, low=0)
 
     def __call__(self, images: Tensor, targets: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         if targets.dim() > 1:
@@ -99,8 +102,11 @@ class CropFlip(Augment):
         across = torch.arange(width, device=images.device).expand(len(images), -1)
         if self.flip:
             across = torch.where(draws[:, 2, None] < 0.5, across, width - 1 - across)
-        framed = pad(images, (self.padding,) * 4)
-        return _pick(framed, down, left[:, None] + across), targets
+        crops = _pick(pad(images, (self.padding,) * 4), down, left[:, None] + across)
+        if self.erase:
+            rows, columns = (_window(draws[:, k], size, self.erase) for k, size in ((3, height), (4, width)))
+            crops = crops.masked_fill((rows[:, :, None] & columns[:, None, :])[:, None], 0)
+        return crops, targets
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,13 @@ class ScaleCrop(Augment):
 def _integers(draws: Tensor, limit: int) -> Tensor:
     """Whole numbers in [0, limit) from uniform ones."""
     return (draws * limit).long().clamp(max=limit - 1)
+
+
+def _window(draws: Tensor, size: int, length: int) -> Tensor:
+    """(N, size) which of `size` places lie in a window of `length` about a place drawn evenly; its ends may be cut."""
+    first = _integers(draws, size)[:, None] - length // 2
+    places = torch.arange(size, device=draws.device)
+    return (places >= first) & (places < first + length)
 
 
 def _centres(start: Tensor, step: Tensor, count: int, flip: Tensor | None = None) -> Tensor:

@@ -31,6 +31,7 @@ class ClassificationConfig(VisionConfig):
         augment: "none"; "crop_flip", crops out of a black frame, mirrored; "resized_crop", windows of any size and
             shape, mirrored.
         padding: Width of the frame of "crop_flip".
+        erase: Side of the square that "crop_flip" blackens somewhere in each training image; 0 for none.
         size: Side of resized crops, and of the middle part that is evaluated; with augment = "none", of the middle part
             that is trained on as well. None for the images as they are, which "crop_flip" is for.
         label_smoothing: Share of the target that is spread over all classes.
@@ -38,12 +39,16 @@ class ClassificationConfig(VisionConfig):
 
     augment: Literal["none", "crop_flip", "resized_crop"] = "none"
     padding: int = 4
+    erase: int = 0
     size: int | None = None
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_count("task", "padding", self.padding, low=0)
+        require_count("task", "erase", self.erase, low=0)
+        if self.erase and self.augment != "crop_flip":
+            raise ValueError(f"task: erase = {self.erase} is part of augment = 'crop_flip'; got {self.augment!r}.")
         require_number("task", "label_smoothing", self.label_smoothing, low=0.0, high=1.0)
         if self.size is not None:
             require_count("task", "size", self.size)
@@ -69,7 +74,7 @@ class ClassificationTask(VisionTask):
     def augment(self, training: bool) -> Augment | None:
         c = self.config
         if training and c.augment == "crop_flip":
-            return CropFlip(c.padding)
+            return CropFlip(c.padding, erase=c.erase)
         if training and c.augment == "resized_crop":
             assert c.size is not None
             return ResizedCrop(c.size)

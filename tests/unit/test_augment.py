@@ -106,6 +106,19 @@ def test_a_window_that_never_fits_gives_the_largest_one_in_the_middle():
     assert changed.mean(-1)[0, 0] == pytest.approx(images.float().mean(-1)[0, 0], abs=0.05)
 
 
+def test_erasing_blackens_one_square_cut_by_the_border():
+    images = torch.full((30, 3, 9, 11), 7, dtype=torch.uint8)
+    draws = torch.rand(30, CropFlip.draws)
+    changed, _ = CropFlip(0, erase=4)(images, torch.zeros(30), draws)
+    for image, row in zip(changed, draws, strict=True):
+        top, left = int(row[3] * 9) - 2, int(row[4] * 11) - 2
+        expected = torch.full((3, 9, 11), 7, dtype=torch.uint8)
+        expected[:, max(0, top) : top + 4, max(0, left) : left + 4] = 0
+        assert torch.equal(image, expected)
+    with pytest.raises(ValueError, match="erase"):
+        CropFlip(erase=-1)
+
+
 @pytest.mark.parametrize("rule", [CropFlip(1), ResizedCrop(4)])
 def test_rules_for_classes_refuse_masks(rule):
     with pytest.raises(ValueError, match="ScaleCrop"):

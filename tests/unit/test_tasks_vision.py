@@ -112,6 +112,9 @@ def test_the_loss_may_be_smoothed(smoothing):
 def test_settings_choose_the_augmentation():
     assert classification().augment(True) is None
     assert classification(augment="crop_flip", padding=2).augment(True) == CropFlip(2)
+    assert classification(augment="crop_flip", erase=3).augment(True) == CropFlip(4, erase=3)
+    with pytest.raises(ValueError, match="erase = 3 is part of augment = 'crop_flip'"):
+        classification(erase=3)
     assert classification(augment="crop_flip").augment(False) is None
     resized = classification(augment="resized_crop", size=6)
     assert (resized.augment(True), resized.augment(False)) == (ResizedCrop(6), CentreCrop(6))
