@@ -16,7 +16,7 @@ from equipoise.solvers._hyper_step import LearnedMemory, learned_step
 
 if TYPE_CHECKING:
     from equipoise._loop import Buffers
-    from equipoise.ops import HyperParts
+    from equipoise.ops import HyperParts, LowRankParts
 
 Evaluate = Callable[[Leaves], Leaves]
 
@@ -43,11 +43,12 @@ def step_obstacle(solver: Solver, stop: Stop, spec: StateSpec) -> str | None:
 
 def _is_fused(solver: HyperAnderson, spec: StateSpec) -> bool:
     """Whether a learned solver has a fused step here; without kernels there is nothing to gain by it."""
+    from equipoise.ops import hyper, low_rank
     from equipoise.ops._backend import KERNEL_DTYPES
-    from equipoise.ops.hyper import supports
 
     known = all(parameter.dtype in KERNEL_DTYPES for parameter in solver.parameters())
-    return spec.device.type == "cuda" and known and supports(solver.config, spec)
+    served = any(operation.supports(solver.config, spec) for operation in (hyper, low_rank))
+    return spec.device.type == "cuda" and known and served
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,15 @@ class Method:
     floor: float
     problem: Problem | None = None
     image_dtype: torch.dtype | None = None
-    parts: "HyperParts | None" = field(init=False, default=None)
+    parts: "HyperParts | LowRankParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        from equipoise.ops import HyperParts
+        from equipoise.ops import HyperParts, LowRankParts
 
         solver, problem = self.solver, self.problem
         if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, problem.spec):
-            object.__setattr__(self, "parts", HyperParts.of(solver, problem.spec))
+            kind = LowRankParts if solver.config.rank > 0 else HyperParts
+            object.__setattr__(self, "parts", kind.of(solver, problem.spec))
 
     @property
     def takes_half(self) -> bool:
@@ -89,12 +91,14 @@ class Method:
 
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
-        from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory
+        from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory, LowRankMemory, LowRankParts
 
         if isinstance(self.solver, Anderson):
             return AndersonMemory.empty(z, self.solver.memory, self.image_dtype)
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
+        if isinstance(self.parts, LowRankParts):
+            return LowRankMemory.empty(z, self.parts)
         if self.parts is not None:
             # Rounding is relative to a residual: half the bytes, the same equilibrium. Free weights do not end there.
             whole = z[0].dtype != torch.float32 or self.parts.weights == "free"
@@ -118,7 +122,14 @@ class Method:
 
     def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
         """One step given f(z), in place; Anderson's and a fused one may be from elsewhere to elsewhere."""
-        from equipoise.ops import anderson_step, broyden_step, hyper_step, picard_step
+        from equipoise.ops import (
+            LowRankParts,
+            anderson_step,
+            broyden_step,
+            hyper_step,
+            low_rank_step,
+            picard_step,
+        )
 
         z, standing, memory, solver = z or buffers.z, buffers.standing, buffers.memory, self.solver
         rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
@@ -127,6 +138,8 @@ class Method:
             anderson_step(z, fz, memory, standing, **rules, **settings, out=out)
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
+        elif isinstance(self.parts, LowRankParts):
+            low_rank_step(z, fz, memory, standing, self.parts, **rules, out=out)
         elif self.parts is not None:
             hyper_step(z, fz, memory, standing, self.parts, **rules, out=out)
         elif isinstance(solver, HyperAnderson):

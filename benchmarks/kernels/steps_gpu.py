@@ -8,10 +8,11 @@ after a cheap f, whose time is taken off: microseconds, launches, and the bandwi
 kernels. Rows "learned" are likewise steps of learned solvers of the sizes that `hyper_solver_for` gives them, beside
 Anderson's on the same states, from one iterate to another: "hyper" in float32 throughout, "half" with residuals
 remembered in bfloat16, "bf16" with images in it too, "place" in float32 with iterates written over, as in solves to a
-tolerance. Rows "parts" time bare evaluations of f and solves at two budgets, so that a line through both tells the cost
-per step from the cost per solve, and how long the host is kept before a solve returns. Rows "profile" list the kernels
-of one replayed solve beside those of as many bare evaluations of f: what is in one list and not in the other is the
-solver's, and what is in both and takes longer in one is f's.
+tolerance; of sequences also "low_rank" and "low_rank bf16", plain steps with a linear map of the residual. Rows "parts"
+time bare evaluations of f and solves at two budgets, so that a line through both tells the cost per step from the cost
+per solve, and how long the host is kept before a solve returns. Rows "profile" list the kernels of one replayed solve
+beside those of as many bare evaluations of f: what is in one list and not in the other is the solver's, and what is in
+both and takes longer in one is f's.
 """
 
 import argparse
@@ -38,7 +39,18 @@ from equipoise._tape import tape_for
 from equipoise.bench.cells import SHAPES
 from equipoise.bench.cells import Bench as SequenceBench
 from equipoise.bench.solver import bare as sequence_bare
-from equipoise.ops import AndersonMemory, HyperMemory, HyperParts, Standing, anderson_step, hyper_step, picard_settle
+from equipoise.ops import (
+    AndersonMemory,
+    HyperMemory,
+    HyperParts,
+    LowRankMemory,
+    LowRankParts,
+    Standing,
+    anderson_step,
+    hyper_step,
+    low_rank_step,
+    picard_settle,
+)
 from equipoise.solvers import HyperAnderson
 from equipoise.solvers._hyper_config import HyperConfig
 
@@ -71,7 +83,7 @@ LEARNED: dict[str, tuple[int, list[tuple[int, ...]], int]] = {
     "tiny128": (128, [(24, 32, 32), (24, 16, 16)], 20),
     "large48": (48, [(32, 32, 32), (64, 16, 16), (128, 8, 8), (256, 4, 4)], 64),
 }
-WAYS = ("anderson", "half", "hyper", "anderson bf16", "bf16", "place")
+WAYS = ("anderson", "half", "low_rank", "hyper", "anderson bf16", "bf16", "low_rank bf16", "place")
 
 
 # Steps alone
@@ -152,14 +164,22 @@ class Learned:
         self.unknowns = sum(leaf.numel() for leaf in self.start)
         kind = "images" if len(shapes[0]) == 3 else "sequence"
         sizes = tuple(shape[0] if kind == "images" else shape[1] for shape in shapes)
-        local = kind == "sequence"
-        solver = HyperAnderson(HyperConfig(kind, sizes, compressed=inner, width=inner, local=local)).to(device)
+        self.low_rank = way.startswith("low_rank")
+        config = HyperConfig(kind, sizes, compressed=inner, width=inner, local=kind == "sequence")
+        if self.low_rank:
+            config = HyperConfig(kind, sizes, weights="newest", mixing=False, rank=inner)
+        solver = HyperAnderson(config).to(device)
         with torch.no_grad():
             for parameter in solver.parameters():
                 parameter.add_(0.003 * torch.randn_like(parameter))
+        self.memory: Any
+        if self.low_rank:
+            self.parts: Any = LowRankParts.of(solver, spec)
+            self.memory = LowRankMemory.empty(self.z, self.parts)
+            return
         self.parts = HyperParts.of(solver, spec)
         residual = torch.bfloat16 if way in ("half", "bf16") else None
-        self.memory: Any = (
+        self.memory = (
             AndersonMemory.empty(self.z, self.parts.memory, self.half)
             if way.startswith("anderson")
             else HyperMemory.empty(self.z, self.parts, residual, self.half)
@@ -183,7 +203,8 @@ class Learned:
             if self.way.startswith("anderson"):
                 anderson_step(z, fz, self.memory, self.standing, stop=stop, out=spare)
             else:
-                hyper_step(z, fz, self.memory, self.standing, self.parts, stop=stop, out=spare)
+                step = low_rank_step if self.low_rank else hyper_step
+                step(z, fz, self.memory, self.standing, self.parts, stop=stop, out=spare)
             before, z, spare = z, spare, z
         if steps and self.way != "place":
             picard_settle(before, z, self.standing)
@@ -197,6 +218,8 @@ class Learned:
     @property
     def ideal(self) -> int:
         """Bytes that a step moves at the least, as in `IDEAL`; a learned step length needs the residuals once more."""
+        if self.low_rank:
+            return self.unknowns * (2 * 4 + (4 if self.half is None else 2))
         size = {name: getattr(self.memory, name)[0].element_size() for name in ("images", "residuals")}
         image, residual, m = size["images"], size["residuals"], self.parts.memory
         again = 0 if self.way.startswith("anderson") else (m - 1) * residual
@@ -372,6 +395,8 @@ def rows_of(device: torch.device, options: argparse.Namespace) -> dict[str, Work
     for name, solver in itertools.product(("tiny", "large"), ALL):
         step(name, solver)
     for way, name in itertools.product(WAYS, LEARNED):
+        if way.startswith("low_rank") and len(LEARNED[name][1][0]) == 3:
+            continue  # of positions only
         found[f"learned {name} {way}"] = partial(learned_row, name, way, device, rounds, shrink)
     for name in cases:
         found[f"parts {name}"] = partial(parts, name, False)

@@ -9,6 +9,7 @@ from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
 from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
+from equipoise.ops.low_rank import LowRankMemory, LowRankParts, low_rank_step
 from equipoise.ops.norm import group_norm, residual_norm
 from equipoise.ops.picard import picard_follow, picard_settle, picard_step
 from equipoise.ops.standing import Standing
@@ -20,6 +21,8 @@ __all__ = [
     "BroydenMemory",
     "HyperMemory",
     "HyperParts",
+    "LowRankMemory",
+    "LowRankParts",
     "Standing",
     "anderson_step",
     "attend",
@@ -29,6 +32,7 @@ __all__ = [
     "group_norm",
     "hyper_step",
     "low_rank_apply",
+    "low_rank_step",
     "picard_follow",
     "picard_settle",
     "picard_step",

@@ -27,6 +27,7 @@ def hyper_solver_for(
     States (N, T, d) with a first input (N, T, ...) are sequences, whose positions get weights of their own, unless
     `local=False`; states of maps (N, C, H, W) are images, and all others are taken as flat. Inner sizes are cut
     until the solver has at most `budget` times the parameters of the model, or they cannot be: see `num_parameters`.
+    Those that are asked for stay as they are, but for `rank`, which is the most it may be.
 
     Args:
         deq: What to solve for.
@@ -50,7 +51,7 @@ def hyper_solver_for(
     if budget is not None:
         require_number("hyper_solver_for", "budget", budget, low=0.0, open_low=True)
         most = budget * sum(parameter.numel() for parameter in (base or deq.cell).parameters())
-        config = _within(config, most, fixed=set(settings))
+        config = _within(config, most, fixed=set(settings) - {"rank"})
     return HyperAnderson(config).to(problem.spec.device)
 
 
@@ -76,7 +77,7 @@ def _within(config: HyperConfig, most: float, fixed: set[str]) -> HyperConfig:
         start, steps = _counts(config)
         if start + steps <= most:
             return config
-        order = (("hidden",), ("compressed", "width"))
+        order = (("hidden",), ("compressed", "width", "rank"))
         for names in order if start >= steps else reversed(order):
             free = [name for name in names if name not in fixed and getattr(config, name) > SMALLEST]
             if free:

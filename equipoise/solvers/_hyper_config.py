@@ -33,6 +33,10 @@ class HyperConfig:
         products: Whether the step network also sees inner products of residuals.
         local: Of sequences: weights and a step length for each position, from its own residuals, instead of one set
             for all. What a position gets does not depend on later ones.
+        rank: Inner size of a linear map of the newest residual that is added to the next iterate; 0 for none. It
+            stands for what further plain steps would add, so that fewer are needed. Not for images, where maps of low
+            rank by pixel were found to add nothing.
+        reach: Of sequences: how many positions it looks at, a position's own and those before it.
         warm: What becomes of a start that is not zero: "keep" it, or "replace" it by the learned one.
     """
 
@@ -49,14 +53,17 @@ class HyperConfig:
     plain_sum: bool = False
     products: bool = True
     local: bool = False
+    rank: int = 0
+    reach: int = 3
     warm: str = "keep"
 
     def __post_init__(self) -> None:
         if self.kind not in COMPRESSIONS:
             raise unknown_name("kind of state", self.kind, COMPRESSIONS)
         object.__setattr__(self, "state", tuple(self.state))
-        for name in ("hidden", "compressed", "width", "memory"):
+        for name in ("hidden", "compressed", "width", "memory", "reach"):
             require_count("HyperAnderson", name, getattr(self, name))
+        require_count("HyperAnderson", "rank", self.rank, low=0)
         for size in (*self.state, *([] if self.source is None else [self.source])):
             require_count("HyperAnderson", "sizes of state and source", size)
         if not self.state:
@@ -71,6 +78,8 @@ class HyperConfig:
             raise ValueError(
                 f"HyperAnderson: local concerns positions of sequences; the state is of kind {self.kind!r}."
             )
+        if self.rank and self.kind == "images":
+            raise ValueError("HyperAnderson: rank is for sequences and flat states, not for images; leave it at 0.")
         if self.local and self.compression == "mean":
             raise ValueError('HyperAnderson: a mean over positions has no place where each is by itself; use "last".')
         if self.warm not in ("keep", "replace"):

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, pad
+from torch.nn.functional import adaptive_avg_pool2d, linear, pad
 
 from equipoise._tree import Leaves
 
@@ -34,9 +34,10 @@ class SequenceInitialiser(nn.Module):
         self.out = _silent(nn.Linear(hidden, sum(state)))
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        past = pad(x.transpose(1, 2), (TAPS - 1, 0))  # so that no position sees a later one
-        guess = self.out(self.conv(past).relu().transpose(1, 2))
-        return list(guess.split(self.state, dim=-1))
+        past = pad(x, (0, 0, TAPS - 1, 0))  # so that no position sees a later one
+        # A product of matrices: convolutions of few positions take several times as long.
+        hidden = linear(past.unfold(1, TAPS, 1).flatten(2), self.conv.weight.flatten(1), self.conv.bias).relu()
+        return list(self.out(hidden).split(self.state, dim=-1))
 
 
 class ImageInitialiser(nn.Module):
@@ -180,6 +181,48 @@ class StepNet(nn.Module):
         """From (N, k, features), the newest last, to (N, k) and (N,); zeros before any fitting."""
         told = self.out(_neighbours(self.inner(_neighbours(steps)).relu()))
         return told[:, :, 0], told[:, -1, 1]
+
+
+class SequenceCorrection(nn.Module):
+    """A linear map of low rank of a position's residual and those before it: (N, T, d) by leaf, to the same.
+
+    Being linear, it is as small as residuals are, and the same for all steps.
+
+    Args:
+        state: Features of a position of each leaf.
+        rank: Features between.
+        reach: Positions that are looked at.
+    """
+
+    def __init__(self, state: Sequence[int], rank: int, reach: int) -> None:
+        super().__init__()
+        self.state, self.reach = list(state), reach
+        self.down = nn.Linear(sum(state), rank, bias=False)
+        self.up = _silent(nn.Linear(reach * rank, sum(state), bias=False))
+
+    def forward(self, g: Leaves) -> Leaves:
+        few = self.down(torch.cat(g, dim=-1) if len(g) > 1 else g[0])  # (N, T, rank)
+        if self.reach > 1:  # the position itself first, then the one before it, and so on
+            few = pad(few, (0, 0, self.reach - 1, 0)).unfold(1, self.reach, 1).flip(-1).mT.flatten(2)
+        return list(self.up(few).split(self.state, dim=-1))
+
+
+class FlatCorrection(nn.Module):
+    """A linear map of low rank of all numbers of a system: (N, ...) by leaf, to the same.
+
+    Args:
+        state: Numbers of a system by leaf.
+        rank: Numbers between.
+    """
+
+    def __init__(self, state: Sequence[int], rank: int) -> None:
+        super().__init__()
+        self.state = list(state)
+        self.down, self.up = nn.Linear(sum(state), rank, bias=False), _silent(nn.Linear(rank, sum(state), bias=False))
+
+    def forward(self, g: Leaves) -> Leaves:
+        added = self.up(self.down(torch.cat([leaf.flatten(1) for leaf in g], dim=1))).split(self.state, dim=1)
+        return [more.view_as(leaf) for more, leaf in zip(added, g, strict=True)]
 
 
 def _neighbours(steps: Tensor) -> Tensor:

@@ -68,9 +68,10 @@ class HyperAnderson(Solver, nn.Module):
     """Anderson's update with learned weights and step length, from a learned start.
 
     With residuals g_i = f(z_i) − z_i of the last `memory` iterates, a small network reads a few numbers of each and
-    gives weights α that sum to one and a step length β; the next iterate is Σ α_i z_i + β Σ α_i g_i. Another network
-    guesses the start from the input. Cost per step: one f, two weighted sums, and products of matrices of some dozens
-    of rows; nothing is factorised and nothing read on the host. Storage: 2·memory states.
+    gives weights α that sum to one and a step length β; the next iterate is Σ α_i z_i + β Σ α_i g_i, plus, if asked
+    for, a linear map of low rank of the newest g_i. Another network guesses the start from the input. Cost per step:
+    one f, two weighted sums, and products of matrices of some dozens of rows; nothing is factorised and nothing read
+    on the host. Storage: 2·memory states.
 
     Before it is fitted, it is the plain iteration z ← f(z). It does not change what the equilibrium is: residuals are
     measured, and the best iterate is chosen, by the driver, as for any solver. The same weights serve any number of
@@ -89,6 +90,7 @@ class HyperAnderson(Solver, nn.Module):
         self.compression = _compression(config) if config.learns_steps else None
         extra = 1 + (config.memory if config.products else 0)
         self.step = nets.StepNet(config.compressed + extra, config.width) if config.learns_steps else None
+        self.correction = _correction(config)
 
     @classmethod
     def for_sequence(
@@ -176,9 +178,11 @@ class HyperAnderson(Solver, nn.Module):
 
     def check_state(self, spec: StateSpec) -> None:
         """Raise if the networks are for states of another form: sizes of one leaf, or their number, would not fit."""
-        config, learned = self.config, self.initialiser is not None or self.step is not None
+        config = self.config
+        learned = any(part is not None for part in (self.initialiser, self.step, self.correction))
         sizes, sketched = _state_sizes(spec, config.kind), config.compression == "sketch" and not config.local
-        free = self.initialiser is None and (sketched or not config.learns_steps)
+        sized = self.initialiser is not None or self.correction is not None
+        free = not sized and (sketched or not config.learns_steps)
         if learned and (len(sizes) != len(config.state) if free else sizes != config.state):
             raise ValueError(
                 f"HyperAnderson: made for {_FORMS[config.kind]}, {_listed(config.state)} by leaf, but this state has "
@@ -216,6 +220,11 @@ class HyperAnderson(Solver, nn.Module):
                 residuals.push(change)
         shaped = _shaped(spec, [row.view(leaf.shape) for row, leaf in zip(change, z, strict=True)])
         next_rows = self._next(images, change, shaped, state)
+        if self.correction is not None:
+            dtype = next(self.correction.parameters()).dtype
+            added = self.correction([leaf.to(dtype) for leaf in shaped])
+            flat = zip(next_rows, _flat(spec, added), strict=True)
+            next_rows = [row + more.to(row.dtype).view_as(row) for row, more in flat]
         return [row.reshape(leaf.shape) for row, leaf in zip(next_rows, z, strict=True)], state
 
     def rows(self, z: Leaves) -> Leaves:
@@ -379,6 +388,14 @@ def _initialiser(config: HyperConfig) -> nn.Module | None:
         return None
     made = {"sequence": nets.SequenceInitialiser, "images": nets.ImageInitialiser, "any": nets.FlatInitialiser}
     return made[config.kind](config.source, config.hidden, config.state)
+
+
+def _correction(config: HyperConfig) -> nn.Module | None:
+    if config.rank == 0:
+        return None
+    if config.kind == "sequence":
+        return nets.SequenceCorrection(config.state, config.rank, config.reach)
+    return nets.FlatCorrection(config.state, config.rank)
 
 
 def _compression(config: HyperConfig) -> nn.Module:

@@ -172,7 +172,7 @@ def fit_hyper_solver(
     elif sizes:
         raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
     if not solver.num_parameters:
-        raise ValueError("this solver has nothing to learn: let it have an initialiser, weights or a step length.")
+        raise ValueError("this solver has nothing to learn: give it an initialiser, weights, a step length or a rank.")
     learner, kept, shares, learned_from, step = Learner(solver, settings), [], 0.0, 0, 0
     with (
         _writer(log) as writer,
@@ -290,6 +290,8 @@ class Networks:
         hidden: Inner size of the initialiser.
         compressed: Numbers that a residual becomes.
         width: Inner size of the step network.
+        rank: Inner size of the linear map of the newest residual that is added to the next iterate; 0 for none.
+        reach: Of sequences: positions that it looks at.
         budget: Largest share of the model's parameters.
     """
 
@@ -304,6 +306,8 @@ class Networks:
     hidden: int | None = None
     compressed: int | None = None
     width: int | None = None
+    rank: int = 0
+    reach: int = 3
     budget: float = 0.04
 
     def __post_init__(self) -> None:
@@ -312,9 +316,9 @@ class Networks:
             raise unknown_name("kind of weights", self.weights, WEIGHTS)
         if self.compression is not None and self.compression not in compressions:
             raise unknown_name("compression", self.compression, compressions)
-        for name in ("memory", "hidden", "compressed", "width"):
+        for name in ("memory", "hidden", "compressed", "width", "rank", "reach"):
             if getattr(self, name) is not None:
-                require_count("solver", name, getattr(self, name))
+                require_count("solver", name, getattr(self, name), low=0 if name == "rank" else 1)
         require_number("solver", "budget", self.budget, low=0.0, open_low=True)
 
     def settings(self) -> dict[str, Any]:
@@ -331,7 +335,8 @@ class Networks:
         }
         asked, usual = dataclasses.asdict(self), dataclasses.asdict(Networks())
         for name, value in asked.items():
-            if value != usual[name] and value != has[name]:
+            cut = name == "rank" and 0 < has[name] <= value  # to the budget
+            if value != usual[name] and value != has[name] and not cut:
                 raise ValueError(
                     f"solver.{name} = {value} cannot be had: the solver that is gone on with has {has[name]}."
                 )

@@ -26,7 +26,7 @@ from equipoise.solvers._hyper_file import WrongModelError, load_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks.hyper import LOG, FitSettings, HyperRecipe, Pool, fit_opened, forward_of, pool_of
 from equipoise.train.checkpoint import check_writable
-from equipoise.train.config import to_data
+from equipoise.train.config import ConfigError, from_data, to_data
 from equipoise.train.hyper_summary import concluded, markdown
 from equipoise.train.load import TrainedRun, home_of, load, open_run
 from equipoise.train.loop import LOG as METRICS
@@ -220,8 +220,8 @@ class _Study:
         """A solver that was fitted before, by the same recipe to the same weights, on the same task."""
         folder = self._place(name, seed)
         record = _read(folder / FITTED)
-        wanted = {"recipe": plain(to_data(self._recipe(recipe, seed))), "changes": plain(self.changes)}
-        if record is None or any(record.get(name) != value for name, value in wanted.items()):
+        wanted = plain(to_data(self._recipe(recipe, seed))), plain(self.changes)
+        if record is None or (_completed(record.get("recipe")), record.get("changes")) != wanted:
             return None
         try:
             return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
@@ -352,6 +352,14 @@ def _until(batches: Any, systems: int) -> Iterator[Any]:
             return
         count += batch.rows.count
         yield batch
+
+
+def _completed(recipe: Any) -> Any:
+    """A recipe as it was kept; settings that did not exist then have their defaults."""
+    try:
+        return plain(to_data(from_data(HyperRecipe, recipe)))
+    except (ConfigError, TypeError):
+        return None
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -85,6 +85,18 @@ def test_what_is_there_is_not_done_again(studied, not_drawn, monkeypatch, tmp_pa
     assert again["overhead"]["fit_seconds"] == before["overhead"]["fit_seconds"]
 
 
+def test_fits_from_before_a_setting_existed_are_kept(studied, not_drawn, monkeypatch, tmp_path):
+    run = shutil.copytree(studied[0], tmp_path / "run")
+    for path in run.glob("hyper/full/seed-*/fit.json"):
+        record = json.loads(path.read_text())
+        del record["recipe"]["solver"]["rank"], record["recipe"]["solver"]["reach"]
+        path.write_text(json.dumps(record))
+    monkeypatch.setattr(hyper_study, "fit_opened", None)
+    monkeypatch.setattr(hyper_study, "pool_of", None)
+    again = study_run(run, {"full": CHOSEN["full"]}, tmp_path / "out", seeds=2, measuring=MEASURING)
+    assert again["overhead"]["fit_seconds"] == studied[2]["overhead"]["fit_seconds"]
+
+
 def test_other_settings_are_fitted_anew(studied, not_drawn, tmp_path):
     run = shutil.copytree(studied[0], tmp_path / "run")
     other = HyperRecipe(Networks(**SIZES), FitSettings(**{**vars(QUICK), "steps": 2}))

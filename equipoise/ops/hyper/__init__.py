@@ -34,6 +34,8 @@ def obstacle(config: HyperConfig, spec: "StateSpec | None" = None) -> str | None
         spec: Of the states, if it is known already; they must be of the form that the solver was made for, and stored
             in the order of their axes, unless only averages of maps are asked for.
     """
+    if config.rank > 0:
+        return f"it has no correction, and this one is of rank {config.rank}"
     if config.weights not in ("shift", "softmax", "free"):
         return f"weights={config.weights!r} are not those of the network alone"
     if config.plain_sum or not config.products:
