@@ -66,7 +66,7 @@ class Measuring:
     budgets: tuple[int, ...] = tuple(range(1, 13))
     at: int = 12
     most: int | None = None
-    rounds: int = 15
+    rounds: int = 40
     warmup: int = 5
 
     def __post_init__(self) -> None:

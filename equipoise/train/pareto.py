@@ -53,7 +53,7 @@ def pareto(
     others: Mapping[str, nn.Module] | None = None,
     select: str = "last",
     warmup: int = 5,
-    rounds: int = 15,
+    rounds: int = 40,
     each: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure how good a model is, and how long a batch takes, with each solver after each number of steps.
