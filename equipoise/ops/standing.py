@@ -162,6 +162,17 @@ def judge(size: Tensor, image: Tensor, standing: Standing, rules: Rules) -> Tens
     return ADVANCE * advance.int() + KEEP * better.int() + RETREAT * retreat.int()
 
 
+def postponed(actions: Tensor, standing: Standing) -> Tensor:
+    """The actions of a fixed budget where proposals are written elsewhere: a best iterate is copied one step later.
+
+    That is, if the next one turns out to be no better; `standing.owed` says which are waiting.
+    """
+    better = (actions & KEEP) != 0
+    due = (standing.owed == 1) & ~better
+    standing.owed.copy_(better)
+    return ADVANCE + KEEP * due.int()
+
+
 def settle(z: Leaves, proposal: Leaves, actions: Tensor, standing: Standing) -> None:
     """Carry out the actions on the iterates and the best ones, and count the step."""
     keep, advance, retreat = ((actions & bit).bool()[:, None] for bit in (KEEP, ADVANCE, RETREAT))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from equipoise import _leaves
 from equipoise._tree import Leaves
-from equipoise.ops.standing import ADVANCE, KEEP, Rules, Standing, judge, settle
+from equipoise.ops.standing import Rules, Standing, judge, postponed, settle
 from equipoise.solvers.anderson import residual_weights
 
 
@@ -48,8 +48,5 @@ def step(
         back = [torch.einsum("nm,nmd->nd", alpha, ring) for ring in stored]
         proposal = _leaves.axpy(proposal, mixing - 1.0, back)
     if out is not None:
-        better = (actions & KEEP) != 0
-        due = (standing.owed == 1) & ~better
-        standing.owed.copy_(better)
-        actions = ADVANCE + KEEP * due.int()
+        actions = postponed(actions, standing)
     settle(out or z, proposal, actions, standing)

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from equipoise import _leaves
 from equipoise._tree import Leaves
-from equipoise.ops.standing import ADVANCE, KEEP, Rules, Standing, judge, settle
+from equipoise.ops.standing import Rules, Standing, judge, postponed, settle
 from equipoise.solvers._hyper_nets import TAPS
 from equipoise.solvers.hyper_anderson import MOST_DECADES, NEWEST_LOGIT
 
@@ -64,10 +64,7 @@ def step(
             p + torch.einsum("ntk,nktd->ntd", shares, ring) for p, ring in zip(proposal, residuals, strict=True)
         ]
     if out is not None:
-        better = (actions & KEEP) != 0
-        due = (standing.owed == 1) & ~better
-        standing.owed.copy_(better)
-        actions = ADVANCE + KEEP * due.int()
+        actions = postponed(actions, standing)
     settle(out or z, [leaf.flatten(1) for leaf in proposal], actions, standing)
 
 

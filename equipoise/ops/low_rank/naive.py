@@ -8,7 +8,7 @@ from torch.nn.functional import pad
 
 from equipoise import _leaves
 from equipoise._tree import Leaves
-from equipoise.ops.standing import ADVANCE, KEEP, Rules, Standing, judge, settle
+from equipoise.ops.standing import Rules, Standing, judge, postponed, settle
 
 if TYPE_CHECKING:
     from equipoise.ops.low_rank import LowRankMemory, LowRankParts
@@ -35,10 +35,7 @@ def step(
     added = _raised(few, parts).to(work).split([leaf.shape[2] for leaf in by_position], dim=2)
     proposal = [image + more.flatten(1) for image, more in zip(fz, added, strict=True)]
     if out is not None:
-        better = (actions & KEEP) != 0
-        due = (standing.owed == 1) & ~better
-        standing.owed.copy_(better)
-        actions = ADVANCE + KEEP * due.int()
+        actions = postponed(actions, standing)
     settle(out or z, proposal, actions, standing)
 
 
