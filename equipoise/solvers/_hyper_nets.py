@@ -34,9 +34,8 @@ class SequenceInitialiser(nn.Module):
         self.out = _silent(nn.Linear(hidden, sum(state)))
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        past = pad(x, (0, 0, TAPS - 1, 0))  # so that no position sees a later one
         # A product of matrices: convolutions of few positions take several times as long.
-        hidden = linear(past.unfold(1, TAPS, 1).flatten(2), self.conv.weight.flatten(1), self.conv.bias).relu()
+        hidden = linear(_past(x, TAPS).flatten(2), self.conv.weight.flatten(1), self.conv.bias).relu()
         return list(self.out(hidden).split(self.state, dim=-1))
 
 
@@ -203,7 +202,7 @@ class SequenceCorrection(nn.Module):
     def forward(self, g: Leaves) -> Leaves:
         few = self.down(torch.cat(g, dim=-1) if len(g) > 1 else g[0])  # (N, T, rank)
         if self.reach > 1:  # the position itself first, then the one before it, and so on
-            few = pad(few, (0, 0, self.reach - 1, 0)).unfold(1, self.reach, 1).flip(-1).mT.flatten(2)
+            few = _past(few, self.reach).flip(-1).mT.flatten(2)
         return list(self.up(few).split(self.state, dim=-1))
 
 
@@ -223,6 +222,11 @@ class FlatCorrection(nn.Module):
     def forward(self, g: Leaves) -> Leaves:
         added = self.up(self.down(torch.cat([leaf.flatten(1) for leaf in g], dim=1))).split(self.state, dim=1)
         return [more.view_as(leaf) for more, leaf in zip(added, g, strict=True)]
+
+
+def _past(x: Tensor, count: int) -> Tensor:
+    """(N, T, d, count) each position of (N, T, d) after the ones before it; none sees a later one."""
+    return pad(x, (0, 0, count - 1, 0)).unfold(1, count, 1)
 
 
 def _neighbours(steps: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # What a program of the kernels holds in registers. Loops over remembered steps are unrolled.
 MOST_MEMORY = 8
 MOST_WIDTH = 128
+# The least that a product of matrices takes.
+LEAST = 16
 
 
 def obstacle(config: HyperConfig, spec: "StateSpec | None" = None) -> str | None:

@@ -11,6 +11,7 @@ import triton
 
 from equipoise._tree import Leaves
 from equipoise.ops import _kernels
+from equipoise.ops.hyper import LEAST
 from equipoise.ops.hyper._move import move
 from equipoise.ops.hyper._positions import measure_positions
 from equipoise.ops.hyper._systems import measure_systems
@@ -42,8 +43,6 @@ POOLED = 1024
 # Parts of sums read at once.
 MOST_CHUNK = 128
 MOST_PARTS = 16
-# The least that a product of matrices takes.
-LEAST = 16
 
 
 def step(

@@ -12,7 +12,7 @@ from torch import Tensor
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
 from equipoise.ops._backend import use_kernel
-from equipoise.ops.hyper import _obstacle_of_form
+from equipoise.ops.hyper import LEAST, _obstacle_of_form
 from equipoise.ops.low_rank import naive
 from equipoise.ops.standing import Rules, Standing
 from equipoise.solvers._hyper_config import HyperConfig
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 # What a program of the kernels holds; loops over positions that are looked at are unrolled.
 MOST_RANK = 128
 MOST_REACH = 8
-# The least that a product of matrices takes.
-LEAST = 16
 
 
 def obstacle(config: HyperConfig, spec: "StateSpec | None" = None) -> str | None:

@@ -10,6 +10,7 @@ import triton
 
 from equipoise._tree import Leaves
 from equipoise.ops import _kernels
+from equipoise.ops.hyper import LEAST
 from equipoise.ops.hyper.triton import _common, _firsts, _leaves, _power
 from equipoise.ops.low_rank._measure import measure
 from equipoise.ops.low_rank._move import move
@@ -38,8 +39,6 @@ PRECISION = "tf32"
 # Parts of sums read at once.
 MOST_CHUNK = 128
 MOST_PARTS = 8
-# The least that a product of matrices takes.
-LEAST = 16
 
 
 def step(
