@@ -12,7 +12,9 @@ tolerance; of sequences also "low_rank" and "low_rank bf16", plain steps with a 
 time bare evaluations of f and solves at two budgets, so that a line through both tells the cost per step from the cost
 per solve, and how long the host is kept before a solve returns. Rows "profile" list the kernels of one replayed solve
 beside those of as many bare evaluations of f: what is in one list and not in the other is the solver's, and what is in
-both and takes longer in one is f's.
+both and takes longer in one is f's. Rows "timeline" tell when, in one solve of a cell of the DEQ-Transformer, the host
+called the driver and where the device had nothing to do; "parts small growth 99" is with all but the first steps of a
+budget in one piece.
 """
 
 import argparse
@@ -33,6 +35,7 @@ from torch import Tensor
 
 import equipoise as eq
 from benchmarks.kernels.mdeq_gpu import CASES, SOLVERS, Bench, Case, _wait
+from equipoise import _loop
 from equipoise._method import Method
 from equipoise._problem import StateSpec
 from equipoise._tape import tape_for
@@ -62,6 +65,7 @@ BUDGETS = (8, 24)
 PROFILED = 12  # steps of a profiled solve
 ALONE = 20  # steps in a graph
 LISTED = 26
+SHORTEST_GAP = 2.0  # microseconds of an idle device that are listed
 STATES = {
     "tiny": (128, (24 * 32 * 32, 24 * 16 * 16)),
     "large": (96, (32 * 32 * 32, 64 * 16 * 16, 128 * 8 * 8, 256 * 4 * 4)),
@@ -256,8 +260,8 @@ def mdeq_works(case: Case, device: torch.device, last: bool) -> Makers:
     return {"bare f": bench.bare} | solves
 
 
-def sequence_row(name: str, device: torch.device, rounds: int) -> Row:
-    """`parts_row` of a cell of the DEQ-Transformer."""
+def sequence_works(name: str, device: torch.device) -> Makers:
+    """Bare evaluations and solves of a cell of the DEQ-Transformer, by number of steps."""
     bench = SequenceBench(SHAPES[name], device)
 
     def solve(solver: eq.Solver, steps: int) -> Work:
@@ -274,7 +278,44 @@ def sequence_row(name: str, device: torch.device, rounds: int) -> Row:
             return sequence_bare(bench, steps)
 
     solves: Makers = {name: partial(solve, solver) for name, solver in SOLVERS.items()}
-    return parts_row({"bare f": bare} | solves, device, rounds)
+    return {"bare f": bare} | solves
+
+
+def sequence_row(name: str, device: torch.device, rounds: int, growth: int = _loop.GROWTH) -> Row:
+    """`parts_row` of such a cell, with pieces that grow so much."""
+    before, _loop.GROWTH = _loop.GROWTH, growth
+    try:
+        return parts_row(sequence_works(name, device), device, rounds)
+    finally:
+        _loop.GROWTH = before
+
+
+def timeline_row(name: str, solver: str, device: torch.device) -> Row:
+    """When the host calls the driver, and when the device has nothing to do, in a solve from an idle device on."""
+    work = sequence_works(name, device)[solver](BUDGETS[1])
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.record_function("solve"):
+            work()
+        torch.cuda.synchronize()
+    events = sorted(profiler.events() or (), key=lambda event: event.time_range.start)
+    whole = next(event for event in events if event.name == "solve").time_range
+    device_side = [event for event in events if str(event.device_type).endswith("CUDA") and event.name != "solve"]
+    calls = [event for event in events if event.name.startswith(("cuda", "cuLaunch")) and event not in device_side]
+    gaps, reached, last = [], whole.start, "begin of the solve"
+    for event in device_side:
+        if event.time_range.start - reached >= SHORTEST_GAP:
+            gaps.append((reached - whole.start, event.time_range.start - reached, last[:40], event.name[:40]))
+        reached, last = max(reached, event.time_range.end), event.name
+    return {
+        "calls": [(call.name, call.time_range.start - whole.start, call.time_range.elapsed_us()) for call in calls],
+        "gaps": gaps,
+        "host us": whole.elapsed_us(),
+        "device us": reached - whole.start,
+    }
 
 
 def parts_row(makers: Makers, device: torch.device, rounds: int) -> Row:
@@ -401,8 +442,12 @@ def rows_of(device: torch.device, options: argparse.Namespace) -> dict[str, Work
     for name in cases:
         found[f"parts {name}"] = partial(parts, name, False)
     if device.type == "cuda":
+        for solver in SOLVERS:
+            found[f"timeline small {solver}"] = partial(timeline_row, "small", solver, device)
         for name in ("small", "medium"):
             found[f"parts {name}"] = partial(sequence_row, name, device, rounds)
+        for growth in (1, 2, 99):
+            found[f"parts small growth {growth}"] = partial(sequence_row, "small", device, rounds, growth)
     found["profile large picard"] = partial(profile, "large", "picard")
     for name, solver in itertools.product(("small", "medium"), ALL):
         step(name, solver)
@@ -432,6 +477,12 @@ def lines(name: str, row: Row) -> list[str]:
             f"{part['us per solve']:7.1f} us a solve, host {part['host us']:7.1f} us, "
             f"{BUDGETS[1]} steps {part['ms'][BUDGETS[1]]:.3f} ms ({100 * part['over f, whole']:+5.1f} %)"
             for way, part in row.items()
+        ]
+    if name.startswith("timeline"):
+        return [
+            f"{name:28} host {row['host us']:.0f} us, device until {row['device us']:.0f} us",
+            *(f"    {start:8.1f} us: {call} for {us:.1f} us" for call, start, us in row["calls"]),
+            *(f"    {start:8.1f} us: idle for {us:.1f} us, {last} to {then}" for start, us, last, then in row["gaps"]),
         ]
     head = [f"{name:28} {way}: {span}" for way, span in row["spans"].items()]
     shown = row["table"][:LISTED]
