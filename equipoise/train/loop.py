@@ -138,7 +138,7 @@ class _Run:
                 "with rows of its own; train in one, or leave alternate.start out."
             )
         alternation = Alternation(recipe.alternate) if recipe.alternate.start is not None else None
-        self.state = RunState(self.model, stepper, shares, plateau, average, alternation)
+        self.state = RunState(self.model, stepper, shares, plateau, recipe.penalty.start(), average, alternation)
         self.horizon = Horizon(settings.steps, self.splits.epoch)
         if resume:
             self.state.restore(out / CHECKPOINTS, self.processes)
@@ -220,7 +220,8 @@ class _Run:
     def _train_step(self) -> dict[str, Tensor]:
         """One optimiser step; every draw in it is keyed by the seed, the step and the row."""
         state = self.state
-        self.plan = None if self.schedule is None else self.schedule.at(state.step)
+        strength = state.control.strength if state.control is not None else None
+        self.plan = None if self.schedule is None else self.schedule.at(state.step, strength)
         factor = self.recipe.train.learning_rate.factor(self._annealed(), self.horizon)
         factor *= state.plateau.scale if state.plateau else 1.0
         batch = self._batch(state.shares[0])
@@ -395,7 +396,11 @@ class _Run:
             replayed = self.captured.peak_memory if self.captured is not None else 0
             record["peak_memory"] = max(gather(max(replayed, torch.cuda.max_memory_allocated())))
             torch.cuda.reset_peak_memory_stats()
-        return {**record, "forward": state.forward.summary(gather), "backward": state.backward.summary(gather)}
+        forward, backward = state.forward.summary(gather), state.backward.summary(gather)
+        if state.control is not None and plan is not None and plan.phase == "equilibrium" and "residual_p50" in forward:
+            state.control.update(forward["residual_p50"])
+            record["penalty_strength"] = state.control.strength
+        return {**record, "forward": forward, "backward": backward}
 
     def _open_log(self) -> Any:
         if not self.processes.main:

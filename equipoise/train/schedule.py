@@ -1,7 +1,8 @@
 """What changes over a run, as data: plans, step-budget jitter, penalty weights and learning rates.
 
-Everything but the plateau rule is a pure function of the step (and of a seed), so a resumed run equals one that was
-never interrupted. Steps count optimiser steps from 0; warm-up does not restart any of the counts.
+Everything but the plateau rule and a penalty that keeps a residual is a pure function of the step (and of a seed), and
+these two are saved, so a resumed run equals one that was never interrupted. Steps count optimiser steps from 0; warm-up
+does not restart any of the counts.
 """
 
 import abc
@@ -114,6 +115,9 @@ class Penalty:
         stop: Step from which it is off; None for never.
         probes: Random vectors of the estimate.
         warmup_weight: The weight while the shallow stack is trained.
+        keep: The median relative residual that solves of training steps are to keep. While they are above it the
+            penalty comes more often, then with more weight, below it less, but not less often than `probability`. Looked
+            at whenever the run logs; None to leave the penalty as it is.
     """
 
     weight: float = 0.0
@@ -123,6 +127,7 @@ class Penalty:
     stop: int | None = None
     probes: int = 1
     warmup_weight: float = 0.0
+    keep: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("weight", "growth", "warmup_weight"):
@@ -134,16 +139,68 @@ class Penalty:
         if self.stop is not None:
             require_count("Penalty", "stop", self.stop, low=0)
         require_count("Penalty", "probes", self.probes)
+        if self.keep is not None:
+            require_number("Penalty", "keep", self.keep, low=0.0, high=1.0, open_low=True)
+            if not (self.weight > 0 and self.probability > 0):
+                raise ValueError(
+                    f"Penalty: keep={self.keep} needs a penalty to make stronger, but weight={self.weight} and "
+                    f"probability={self.probability}; give both above 0."
+                )
 
-    def weight_at(self, seed: int, step: int, warmup_steps: int = 0) -> float:
-        """The weight on this step; 0 if it is not drawn, or over."""
+    def weight_at(self, seed: int, step: int, warmup_steps: int = 0, strength: float | None = None) -> float:
+        """The weight on this step; 0 if it is not drawn, or over.
+
+        Args:
+            seed: Key of the draw.
+            step: Number of the step.
+            warmup_steps: Steps of the shallow stack.
+            strength: Share of steps on which it is added after those, `probability` by default; what is above 1
+                multiplies the weight.
+        """
+        shallow = step < warmup_steps
+        strength = self.probability if strength is None or shallow else strength
         over = self.stop is not None and step >= self.stop
-        if over or keyed_uniform(seed, "penalty", step) >= self.probability:
+        if over or keyed_uniform(seed, "penalty", step) >= strength:
             return 0.0
-        if step < warmup_steps:
+        if shallow:
             return self.warmup_weight
         increases = 0 if self.every is None else (step - warmup_steps) // self.every
-        return self.weight + self.growth * increases
+        return (self.weight + self.growth * increases) * max(strength, 1.0)
+
+    def start(self) -> "PenaltyControl | None":
+        """The state of a run that begins, if there is a residual to keep."""
+        return None if self.keep is None else PenaltyControl(self)
+
+
+class PenaltyControl:
+    """A penalty that depends on residuals: saved and restored with the trainer.
+
+    Attributes:
+        strength: Share of steps with the penalty; what is above 1 multiplies its weight.
+    """
+
+    # Most that the weight is multiplied by, and most that counts of how far a residual is off: strengths at most four
+    # times, or a quarter, of the one before.
+    MOST = 10.0
+    FARTHEST = 2.0
+
+    def __init__(self, settings: Penalty) -> None:
+        self.settings, self.strength = settings, settings.probability
+
+    def update(self, residual: float) -> None:
+        """Take in the median residual of some steps; one that is not finite counts as large."""
+        assert self.settings.keep is not None
+        far = residual / self.settings.keep if math.isfinite(residual) else math.inf
+        change = min(max(far, 1 / self.FARTHEST), self.FARTHEST) ** 2
+        self.strength = min(max(self.strength * change, self.settings.probability), self.MOST)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to continue."""
+        return {"strength": self.strength}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.strength = float(state["strength"])
 
 
 @dataclass(frozen=True)
@@ -208,9 +265,9 @@ class PlanSchedule:
                 "at least 1 must remain."
             )
 
-    def at(self, step: int) -> StepPlan:
-        """What step number `step` does."""
-        weight = self.penalty.weight_at(self.seed, step, self.warmup.steps)
+    def at(self, step: int, strength: float | None = None) -> StepPlan:
+        """What step number `step` does, with a penalty of some strength if it is not the usual one."""
+        weight = self.penalty.weight_at(self.seed, step, self.warmup.steps, strength)
         if step < self.warmup.steps:
             stack = self.warmup.plan
             return StepPlan("warmup", stack, stack, weight, self.penalty.probes)

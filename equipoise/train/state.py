@@ -23,7 +23,7 @@ from equipoise.train.checkpoint import (
 )
 from equipoise.train.optim import Stepper, WeightAverage
 from equipoise.train.processes import Processes
-from equipoise.train.schedule import PlateauMonitor
+from equipoise.train.schedule import PenaltyControl, PlateauMonitor
 from equipoise.train.shares import Share, joined, on_cpu, part_of
 from equipoise.train.tracking import StatsWindow
 
@@ -37,6 +37,7 @@ class RunState:
         stepper: The optimiser and its guards.
         shares: Those of this process, with what they carry.
         plateau: The learning rate's view of the results, if it has one.
+        control: The penalty's view of the residuals, if it has one.
         average: Of the weights, if one is kept.
         alternation: The learned solver, if there is to be one.
         step: Optimiser steps made.
@@ -50,6 +51,7 @@ class RunState:
     stepper: Stepper
     shares: list[Share]
     plateau: PlateauMonitor | None = None
+    control: PenaltyControl | None = None
     average: WeightAverage | None = None
     alternation: Alternation | None = None
     step: int = 0
@@ -90,6 +92,7 @@ class RunState:
             "seconds": self.seconds,
             "stepper": self.stepper.state_dict(),
             "plateau": self.plateau.state_dict() if self.plateau else None,
+            "control": self.control.state_dict() if self.control else None,
             "average": self.average.state_dict() if self.average else None,
             "alternation": self.alternation.state_dict() if self.alternation else None,
             "carry": joined(carries),
@@ -124,6 +127,8 @@ class RunState:
         self.stepper.load_state_dict(trainer["stepper"])
         if self.plateau is not None and trainer["plateau"] is not None:
             self.plateau.load_state_dict(trainer["plateau"])
+        if self.control is not None and trainer.get("control") is not None:  # older checkpoints have none
+            self.control.load_state_dict(trainer["control"])
         if self.average is not None and trainer["average"] is not None:
             self.average.load_state_dict(trainer["average"], self.model)
         if self.alternation is not None and trainer.get("alternation") is not None:

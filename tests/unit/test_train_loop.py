@@ -205,6 +205,16 @@ def test_the_stack_of_the_warmup_is_evaluated_as_what_it_is(tmp_path):
     assert valid["solve_failures"] == 0
 
 
+def test_a_penalty_that_keeps_a_residual_becomes_stronger_while_it_is_above(tmp_path):
+    settings = ("penalty.weight=0.1", "penalty.probability=0.1", "penalty.keep=1e-3", "train.log_every=1")
+    train(recipe(COPY, *settings, "warmup.steps=2", "train.steps=6"), tmp_path)
+    records = train_records(tmp_path)
+    assert all("penalty_strength" not in records[step] for step in (1, 2))
+    assert all(records[step]["forward"]["residual_p50"] > 2e-3 for step in range(3, 7))
+    assert [records[step]["penalty_strength"] for step in range(3, 7)] == pytest.approx([0.4, 1.6, 6.4, 10.0])
+    assert records[6]["penalty_weight"] == pytest.approx(0.64)
+
+
 def test_the_penalty_is_logged_on_its_steps_only(tmp_path):
     settings = ("penalty.weight=0.1", "penalty.stop=2", "train.log_every=1", "train.steps=4")
     train(recipe(COPY, *settings), tmp_path)

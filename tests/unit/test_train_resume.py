@@ -29,6 +29,7 @@ XL = {"embedding_size": 8, "heads": 2, "inner_size": 8, "layers": 2, "memory_len
 RESUMED = {
     "copy memory, all phases": (None, PHASES),
     "accumulation, plateau, penalty": ({}, (*PHASES, "train.accumulation=2", PLATEAU, EMA)),
+    "a penalty that keeps a residual": (None, (*PHASES, "penalty.keep=1e-3", "train.log_every=1")),
     "average from a plateau on": ({}, (PLATEAU, ASGD)),
     "language model, dropout, memory, EMA": ({}, ("model.dropout=0.1", "model.attention_dropout=0.1", EMA)),
     "trellisnet": ({"name": "deq_trellisnet_small", **TRELLIS}, ("task.activation=1.0", "task.smoothness=1.0")),

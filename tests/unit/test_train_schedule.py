@@ -65,6 +65,7 @@ def test_constant_and_step_decay():
         lambda: Penalty(probability=1.5),
         lambda: Penalty(weight=-1.0),
         lambda: Penalty(every=0),
+        lambda: Penalty(weight=1.0, keep=0.0),
         lambda: Jitter(low=1, high=0),
         lambda: Warmup(steps=-1),
         lambda: Warmup(layers=0),
@@ -216,6 +217,54 @@ def test_penalty_is_drawn_with_its_probability(probability):
     schedule = PlanSchedule(penalty=Penalty(weight=1.0, probability=probability), seed=11)
     share = sum(schedule.at(step).penalty_weight > 0 for step in range(4000)) / 4000
     assert share == pytest.approx(probability, abs=4 * math.sqrt(probability * (1 - probability) / 4000) + 1e-12)
+
+
+def test_a_penalty_that_keeps_a_residual_follows_it():
+    control = Penalty(weight=0.4, probability=0.05, keep=0.1).start()
+    assert control.strength == 0.05
+    for residual, strength in (
+        (0.1, 0.05),
+        (0.2, 0.2),
+        (0.9, 0.8),  # four times at most
+        (0.15, 1.8),
+        (math.nan, 7.2),
+        (math.inf, 10.0),
+        (0.05, 2.5),
+        (0.001, 0.625),
+        (0.08, 0.4),
+        (0.0, 0.1),
+        (0.0, 0.05),  # never less than it would be without
+    ):
+        control.update(residual)
+        assert control.strength == pytest.approx(strength)
+
+
+def test_a_stronger_penalty_comes_more_often_then_with_more_weight():
+    schedule = PlanSchedule(warmup=Warmup(steps=10), penalty=Penalty(weight=0.4, probability=0.05, warmup_weight=0.1))
+    weights = {
+        strength: [schedule.at(step, strength).penalty_weight for step in range(10, 4010)]
+        for strength in (None, 0.5, 1.0, 2.5)
+    }
+    shares = {strength: sum(w > 0 for w in found) / 4000 for strength, found in weights.items()}
+    assert shares == pytest.approx({None: 0.05, 0.5: 0.5, 1.0: 1.0, 2.5: 1.0}, abs=0.03)
+    assert [max(found) for found in weights.values()] == pytest.approx([0.4, 0.4, 0.4, 1.0])
+    shallow = [[schedule.at(step, strength) for step in range(10)] for strength in (None, 2.5)]
+    assert shallow[0] == shallow[1]  # the stack is trained as without
+
+
+def test_a_residual_cannot_be_kept_without_a_penalty():
+    assert Penalty(weight=0.4).start() is None
+    with pytest.raises(ValueError, match=r"keep=0.1 needs a penalty.*weight=0.0"):
+        Penalty(keep=0.1)
+
+
+def test_a_kept_residual_resumes_where_it_was():
+    first, second = (Penalty(weight=0.4, probability=0.05, keep=0.1).start() for _ in range(2))
+    first.update(0.17)
+    second.load_state_dict(first.state_dict())
+    first.update(0.13)
+    second.update(0.13)
+    assert second.strength == first.strength > 0.05
 
 
 @given(step=st.integers(0, 10**7), seed=st.integers(0, 2**31))
