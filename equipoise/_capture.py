@@ -227,6 +227,8 @@ class CaptureEngine:
             return self._solve(deq, plan, inputs, start)
         self.replayed += 1
         problem = problem or known.problem(inputs)
+        if inline() and not grad:  # what follows in the same recording need not derive it from parameters once more
+            problem.scope._derived.update(recording.static.problem.scope._derived)
         problem._calls[0] += stats.nfe
         stats.nfe = problem.nfe
         record = BackwardRecord() if grad else None

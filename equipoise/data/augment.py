@@ -188,6 +188,7 @@ class ScaleCrop(Augment):
         step: Factors are the least one plus multiples of this.
         flip: Whether to mirror half of the time.
         ignore: Label of what lies outside.
+        colour: How far brightness, contrast and the balance of channels are changed at most, as a share; 0 for not.
     """
 
     size: tuple[int, int] | None = None
@@ -195,12 +196,14 @@ class ScaleCrop(Augment):
     step: float = 0.1
     flip: bool = True
     ignore: int = 255
-    draws: ClassVar[int] = 4
+    colour: float = 0.0
+    draws: ClassVar[int] = 9
 
     def __post_init__(self) -> None:
         if not 0 < self.scales[0] <= self.scales[1]:
             raise ValueError(f"ScaleCrop: scales must be positive and in order, got {self.scales}.")
         require_number("ScaleCrop", "step", self.step, low=0.0, open_low=True)
+        require_number("ScaleCrop", "colour", self.colour, low=0.0, high=1.0)
         if self.size is not None and not isinstance(self.size, tuple | list):
             raise TypeError(f"ScaleCrop: size must be a height and a width, (360, 480), or None; got {self.size!r}.")
         for side in self.size or ():
@@ -222,7 +225,22 @@ class ScaleCrop(Augment):
         inside = _within(down, images.shape[-2])[:, :, None] & _within(across, images.shape[-1])[:, None, :]
         nearest = _pick(targets[:, None], down.long(), across.long())[:, 0]
         ignored = torch.full_like(nearest, self.ignore)
-        return _bilinear(images, down, across) * inside[:, None], torch.where(inside, nearest, ignored)
+        scaled = _bilinear(images, down, across)
+        if self.colour:
+            scaled = _recoloured(scaled, self.colour * (2 * draws[:, 4:] - 1))
+        return scaled * inside[:, None], torch.where(inside, nearest, ignored)
+
+
+def _recoloured(images: Tensor, change: Tensor) -> Tensor:
+    """Images (N, C, H, W) of values 0 to 255 with other brightness, contrast and balance of up to three channels.
+
+    Args:
+        images: The images.
+        change: (N, 5) by how much, 0 for nothing.
+    """
+    brightness, contrast, balance = change[:, 0, None], 1 + change[:, 1, None], 1 + change[:, 2 : 2 + images.shape[1]]
+    changed = (images - 127.5) * (contrast * balance)[:, :, None, None] + 127.5 * (1 + brightness)[:, :, None, None]
+    return changed.clamp(0, 255)
 
 
 def _integers(draws: Tensor, limit: int) -> Tensor:

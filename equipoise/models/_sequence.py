@@ -11,6 +11,7 @@ from torch import Tensor
 
 from equipoise._errors import unknown_name
 from equipoise._solution import Stats
+from equipoise.ops.likelihood import nll
 
 Settings = TypeVar("Settings")
 
@@ -58,7 +59,12 @@ def read_out(
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Negative log-likelihood of each target in nats, (B, T), computed in float32 at least."""
+    """Negative log-likelihood of each target in nats, (B, T), computed in float32 at least.
+
+    A target outside the vocabulary is refused; on a device, where nothing can be raised, its loss may be NaN instead.
+    """
+    if logits.is_cuda:
+        return nll(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
     work = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
     return F.cross_entropy(work.flatten(0, 1), targets.flatten().long(), reduction="none").view(targets.shape)
 

@@ -9,12 +9,14 @@ from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
 from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
+from equipoise.ops.likelihood import add_nll, nll
 from equipoise.ops.low_rank import LowRankMemory, LowRankParts, low_rank_step
 from equipoise.ops.norm import group_norm, residual_norm
 from equipoise.ops.picard import picard_follow, picard_settle, picard_step
 from equipoise.ops.standing import Standing
 from equipoise.ops.taps import drop_taps, gather_taps
 from equipoise.ops.trellis import trellis_cell
+from equipoise.ops.words import lookup
 
 __all__ = [
     "AndersonMemory",
@@ -24,6 +26,7 @@ __all__ = [
     "LowRankMemory",
     "LowRankParts",
     "Standing",
+    "add_nll",
     "anderson_step",
     "attend",
     "broyden_step",
@@ -31,8 +34,10 @@ __all__ = [
     "gather_taps",
     "group_norm",
     "hyper_step",
+    "lookup",
     "low_rank_apply",
     "low_rank_step",
+    "nll",
     "picard_follow",
     "picard_settle",
     "picard_step",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, linear, pad
 
+from equipoise._problem import HALF
 from equipoise._tree import Leaves
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -20,6 +21,8 @@ TAPS = 3  # of every convolution over time or space
 
 class SequenceInitialiser(nn.Module):
     """A causal convolution over three positions, ReLU, and a linear map: (N, T, source) to (N, T, d) for each leaf.
+
+    An input in half precision is multiplied in it: this is only a start.
 
     Args:
         source: Features of a position of the input.
@@ -34,8 +37,13 @@ class SequenceInitialiser(nn.Module):
         self.out = _silent(nn.Linear(hidden, sum(state)))
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        # A product of matrices: convolutions of few positions take several times as long.
-        hidden = linear(_past(x, TAPS).flatten(2), self.conv.weight.flatten(1), self.conv.bias).relu()
+        own = self.out.weight.dtype
+        x = x if x.dtype in HALF else x.to(own)
+        # Multiplied first and shifted after: what is shifted has few features, the input may have thousands.
+        taps = self.conv.weight.permute(2, 0, 1).to(x.dtype, memory_format=torch.contiguous_format)
+        products = linear(x, taps.flatten(0, 1))  # (N, T, 3·hidden), the oldest position's first
+        of_taps = _past(products, TAPS).unflatten(2, (TAPS, -1))  # (N, T, 3, hidden, 3)
+        hidden = of_taps.diagonal(dim1=2, dim2=4).sum(-1, dtype=own).add(self.conv.bias).relu()
         return list(self.out(hidden).split(self.state, dim=-1))
 
 
@@ -60,7 +68,7 @@ class ImageInitialiser(nn.Module):
         )
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        sizes = [leaf.shape[-2:] for leaf in like]
+        x, sizes = x.to(next(self.parameters()).dtype), [leaf.shape[-2:] for leaf in like]
         return [branch(_resized(x, size)) for branch, size in zip(self.branches, sizes, strict=True)]
 
 
@@ -83,7 +91,8 @@ class FlatInitialiser(nn.Module):
         self.inner, self.out = nn.Linear(source, hidden), _silent(nn.Linear(hidden, sum(state)))
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        parts = self.out(self.inner(x.flatten(1)).relu()).split(self.state, dim=-1)
+        x = x.flatten(1).to(self.out.weight.dtype)
+        parts = self.out(self.inner(x).relu()).split(self.state, dim=-1)
         return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
 
 
@@ -226,14 +235,18 @@ class FlatCorrection(nn.Module):
 
 def _past(x: Tensor, count: int) -> Tensor:
     """(N, T, d, count) each position of (N, T, d) after the ones before it; none sees a later one."""
-    return pad(x, (0, 0, count - 1, 0)).unfold(1, count, 1)
+    return torch.cat([_nothing(x, count - 1), x], dim=1).unfold(1, count, 1)
 
 
 def _neighbours(steps: Tensor) -> Tensor:
     """Each step between the ones before and after it, (N, k, 3·features); a convolution is a linear map of these."""
-    nothing = _zero(steps.dtype, steps.device).expand(steps.shape[0], TAPS // 2, steps.shape[2])
-    padded = torch.cat([nothing, steps, nothing], dim=1)  # one launch, where `pad` takes two
-    return padded.unfold(1, TAPS, 1).mT.flatten(2).contiguous()
+    nothing = _nothing(steps, TAPS // 2)
+    return torch.cat([nothing, steps, nothing], dim=1).unfold(1, TAPS, 1).mT.flatten(2).contiguous()
+
+
+def _nothing(x: Tensor, count: int) -> Tensor:
+    """(N, count, d) zeros to be put beside (N, T, d): one launch in all, where `pad` takes two."""
+    return _zero(x.dtype, x.device).expand(x.shape[0], count, x.shape[2])
 
 
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:

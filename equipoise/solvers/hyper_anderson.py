@@ -1,6 +1,7 @@
 """Anderson's update with learned weights and step length, from a learned start."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -167,14 +168,12 @@ class HyperAnderson(Solver, nn.Module):
         if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
             return z
         x = _checked_source(problem, self.config)
-        like = _shaped(problem.spec, z)
-        dtype = next(self.initialiser.parameters()).dtype
-        guess = [leaf.to(z[0].dtype) for leaf in self.initialiser(x.to(dtype), like)]
+        guess = [leaf.to(z[0].dtype) for leaf in self.initialiser(x, _shaped(problem.spec, z))]
         flat = _flat(problem.spec, guess)
         if self.config.warm == "replace":
             return flat
-        cold = torch.stack([(leaf == 0).all(dim=1) for leaf in z]).all(dim=0)
-        return [torch.where(cold[:, None], new, old) for new, old in zip(flat, z, strict=True)]
+        warm = functools.reduce(torch.logical_or, [leaf.any(dim=1) for leaf in z])  # NaN is not zero
+        return [torch.where(warm[:, None], old, new) for new, old in zip(flat, z, strict=True)]
 
     def check_state(self, spec: StateSpec) -> None:
         """Raise if the networks are for states of another form: sizes of one leaf, or their number, would not fit."""

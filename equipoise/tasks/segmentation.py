@@ -32,6 +32,7 @@ class SegmentationConfig(VisionConfig):
         augment: "none", or "scale_crop": scaled, cropped, mirrored.
         crop: Height and width of crops; None for those of the images.
         scales: Least and greatest factor, in steps of 0.1.
+        colour: How far brightness, contrast and the balance of channels are changed at most, as a share; 0 for not.
         class_weights: "none", or "data" for the usual ones of the data set.
         mining: Loss is that of hard pixels only, those whose class has at most this probability; None for all pixels.
         mining_keep: Hard pixels of an image are at least so many.
@@ -43,6 +44,7 @@ class SegmentationConfig(VisionConfig):
     augment: Literal["none", "scale_crop"] = "none"
     crop: tuple[int, int] | None = None
     scales: tuple[float, float] = (0.5, 2.0)
+    colour: float = 0.0
     class_weights: Literal["none", "data"] = "none"
     mining: float | None = None
     mining_keep: int = 10_000
@@ -51,6 +53,10 @@ class SegmentationConfig(VisionConfig):
         super().__post_init__()
         if self.crop is not None and self.augment == "none":
             raise ValueError("task: crop needs augment = 'scale_crop'; with scales = [1.0, 1.0] crops are not scaled.")
+        if self.colour and self.augment == "none":
+            raise ValueError(
+                "task: colour needs augment = 'scale_crop'; with scales = [1.0, 1.0] sizes stay as they are."
+            )
         for side in self.crop or ():
             require_count("task", "crop", side)
         if self.mining is not None:
@@ -70,7 +76,7 @@ class SegmentationTask(VisionTask):
 
     def augment(self, training: bool) -> Augment | None:
         c = self.config
-        return ScaleCrop(c.crop, c.scales) if training and c.augment == "scale_crop" else None
+        return ScaleCrop(c.crop, c.scales, colour=c.colour) if training and c.augment == "scale_crop" else None
 
     def class_weights(self, device: torch.device) -> Tensor:
         """(classes,) weights in the loss."""

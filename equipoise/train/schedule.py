@@ -116,8 +116,8 @@ class Penalty:
         probes: Random vectors of the estimate.
         warmup_weight: The weight while the shallow stack is trained.
         keep: The median relative residual that solves of training steps are to keep. While they are above it the
-            penalty comes more often, then with more weight, below it less, but not less often than `probability`. Looked
-            at whenever the run logs; None to leave the penalty as it is.
+            penalty comes more often, then with more weight, below it less, but not less often than `probability`.
+            Looked at whenever the run logs; None to leave the penalty as it is.
     """
 
     weight: float = 0.0

@@ -2,7 +2,7 @@
 
     python -m tests.gpu.test_low_rank_gpu
 
-prints microseconds per step beside those of `anderson_step`, and of other tiles.
+prints microseconds per step beside those of `anderson_step`, of a learned start, and of other tiles.
 """
 
 import copy
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import equipoise as eq
-from equipoise._problem import StateSpec
+from equipoise._problem import Problem, StateSpec
 from equipoise.ops import (
     AndersonMemory,
     LowRankMemory,
@@ -270,6 +270,28 @@ def cost_of_anderson(solve, half=False):
     return microseconds(lambda: anderson_step(z, next(turns), memory, standing, stop=FIXED, out=there))
 
 
+def start_of(n, positions, features, dtype, hidden=64):
+    """A learned start from four times as many features, as that of DEQ-TrellisNet; what calls it, and its truth."""
+    torch.manual_seed(0)
+    config = HyperConfig("sequence", (features,), 4 * features, hidden=hidden, **FORM)
+    solver = HyperAnderson(config).cuda().requires_grad_(False)
+    solver.initialiser.out.weight.normal_(std=0.1)
+    x = torch.randn(n, positions, 4 * features, device="cuda", dtype=dtype)
+    state = torch.zeros(n, positions, features, device="cuda")
+    problem = Problem(lambda z, x: z, StateSpec.of(state), (x,), in_dims=0)
+    z = problem.start(state)
+    truth = copy.deepcopy(solver.initialiser).double()(x.double(), [])[0].flatten(1)
+    return lambda: solver.guess(problem, z)[0], truth
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
+def test_a_start_from_inputs_of_any_dtype(dtype, most):
+    guess, truth = start_of(12, 70, 140, dtype)
+    found = guess()
+    assert found.dtype == torch.float32
+    assert error([found], [truth]) < most
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_costs_less_than_one_of_anderson(shape):
@@ -278,30 +300,38 @@ def test_a_step_costs_less_than_one_of_anderson(shape):
 
 
 def _table():
+    """Nearly all of its time is compilation: one variant of one kernel each."""
     from equipoise.ops.low_rank import triton as kernels
 
-    tried = {
-        "POSITIONS": (32,),
-        "FEATURES": (32, 128),
-        "PROGRAMS": (400, 1320),
-        "MEASURE_WARPS": (8,),
-        "MOVED": (16, 32, 128),
-        "WIDE": (32, 128),
-        "MOVE_WARPS": (16,),
-        "STAGES": (1, 2, 4),
-    }
-    for name, shape in SHAPES.items():
+    shapes = {name: SHAPES[name] for name in ("12x70x1400", "12x70x256")} | {"12x150x1400": (12, 150, 1400, 64)}
+    tried = [
+        {"PROGRAMS": 400},
+        {"PROGRAMS": 1400},
+        {"FEATURES": 128},
+        {"FEWEST": 200},
+        {"FEWEST": 700},
+        {"WIDE": 128},
+        {"MOVE_WARPS": 4},
+        {"STAGES": 2},
+        {"STAGES": 4},
+    ]
+    for name, shape in shapes.items():
         solve = Solve(*shape)
-        print(f"{name:16} anderson {cost_of_anderson(solve):7.2f}  here {cost(solve):7.2f} µs", end="")
-        print(f"   images in bfloat16: {cost_of_anderson(solve, half=True):7.2f} {cost(solve, half=True):7.2f}")
-        for key, value in ((key, value) for key, values in tried.items() for value in values):
-            before = getattr(kernels, key)
-            setattr(kernels, key, value)
+        print(f"{name:12} anderson {cost_of_anderson(solve):7.2f}  here {cost(solve):7.2f} µs", end="")
+        print(f"   images in bfloat16: {cost_of_anderson(solve, half=True):7.2f} {cost(solve, half=True):7.2f}", end="")
+        starts = [microseconds(start_of(*shape[:3], dtype)[0]) for dtype in (torch.float32, torch.bfloat16)]
+        print(f"   a learned start from float32 {starts[0]:7.2f}, bfloat16 {starts[1]:7.2f}")
+        for changed in tried:
+            before = {key: getattr(kernels, key) for key in changed}
+            for key, value in changed.items():
+                setattr(kernels, key, value)
             try:
-                print(f"{'':16} {key} = {value:<6} {cost(solve):7.2f}", flush=True)
+                told = f"{cost(solve):7.2f}"
             except Exception as problem:
-                print(f"{'':16} {key} = {value:<6} {type(problem).__name__}: {str(problem)[:80]}")
-            setattr(kernels, key, before)
+                told = f"{type(problem).__name__}: {str(problem)[:80]}"
+            for key, value in before.items():
+                setattr(kernels, key, value)
+            print(f"{'':12} {', '.join(f'{key} = {value}' for key, value in changed.items()):24} {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,8 @@ def test_scaling_refuses_what_it_cannot_use():
         ScaleCrop()(ramp(4, 4, 4), CLASSES, torch.rand(4, 4))
     with pytest.raises(ValueError, match="in order"):
         ScaleCrop(scales=(2.0, 1.0))
+    with pytest.raises(ValueError, match=r"colour must be"):
+        ScaleCrop(colour=1.5)
 
 
 # Normalisation
@@ -197,3 +199,30 @@ def test_images_are_normalised_by_channel():
 def test_settings_are_checked_when_they_are_given(make, settings, words):
     with pytest.raises((ValueError, TypeError), match=words):
         make(**settings)
+
+
+def test_colours_change_by_row_within_their_limits():
+    """Brightness, contrast and the balance of channels about the middle; masks and black outside stay."""
+    images = torch.tensor([0.0, 100.0, 127.5, 255.0]).repeat(3, 3, 4, 1)
+    masks = torch.zeros(3, 4, 4, dtype=torch.long)
+    draws = torch.full((3, 9), 0.5)
+    draws[:, 3] = 0.9  # not mirrored
+    draws[1, 4] = 1.0  # brighter
+    draws[2, 5:7] = torch.tensor([0.0, 1.0])  # less contrast, more of the first channel
+    plain, _ = ScaleCrop(scales=(1.0, 1.0))(images, masks, draws)
+    changed, moved = ScaleCrop(scales=(1.0, 1.0), colour=0.2)(images, masks, draws)
+    torch.testing.assert_close(plain, images)
+    torch.testing.assert_close(changed[0], images[0])
+    torch.testing.assert_close(changed[1], (images[1] + 0.2 * 127.5).clamp(0, 255))
+    for channel, gain in enumerate((0.8 * 1.2, 0.8, 0.8)):
+        torch.testing.assert_close(changed[2, channel], (images[2, channel] - 127.5) * gain + 127.5)
+    assert torch.equal(moved, masks)
+    larger, _ = ScaleCrop((6, 6), scales=(1.0, 1.0), colour=0.2)(images, masks, draws)
+    assert (larger == 0).sum() >= 3 * 3 * 20  # what lies outside
+
+
+def test_images_of_one_channel_change_in_brightness_and_contrast():
+    images, masks = torch.full((2, 1, 3, 3), 200.0), torch.zeros(2, 3, 3, dtype=torch.long)
+    changed, _ = ScaleCrop(scales=(1.0, 1.0), colour=0.5)(images, masks, torch.rand(2, 9))
+    assert changed.shape == images.shape
+    assert not torch.allclose(changed, images)

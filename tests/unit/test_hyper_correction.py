@@ -321,15 +321,6 @@ def test_with_it_fewer_steps_are_needed(own, seed):
 # Files and sizes
 
 
-def test_the_first_guess_is_a_causal_convolution():
-    """Computed as a product of matrices; the weights in files are those of the convolution."""
-    initialiser = shaken(made("local", rank=RANK)[2]).initialiser
-    x = CELLS["local"][1]
-    past = nn.functional.pad(x.mT, (2, 0))
-    expected = initialiser.out(initialiser.conv(past).relu().mT)
-    assert torch.allclose(initialiser(x, [x])[0], expected, rtol=1e-5, atol=1e-6)
-
-
 def test_saved_and_loaded(tmp_path):
     deq, x, solver = made("local", rank=RANK, reach=2)
     path = save_solver(shaken(solver), tmp_path / "solver.safetensors", deq)

@@ -186,26 +186,28 @@ def test_kernels_at_their_own_block_sizes(name):
     assert_near(kernel[0], twin[0], 1e-5)
 
 
-@pytest.mark.parametrize("most", [2, 99])
-def test_features_in_several_turns(small_blocks, monkeypatch, most):
-    """Programs that go through several tiles, the last one of which is not full, and parts added up in two rounds."""
+@pytest.mark.parametrize(("most", "tiles"), [(1, (16, 1)), (2, (32, 1)), (99, (16, 3))])
+def test_features_in_several_turns(small_blocks, monkeypatch, most, tiles):
+    """Programs that read more at once, or tile by tile, the last one not full; parts added up in two rounds."""
     from equipoise.ops.low_rank import triton as kernels
 
     monkeypatch.setattr(kernels, "PROGRAMS", 1)
     monkeypatch.setattr(kernels, "MOST_SPAN", most)
     case = Case("wide", n=1)
-    assert kernels._tiles(1, (40,)) == (16, min(most, 3))
+    assert kernels._tiles(1, (40,)) == tiles
     kernel, twin, images = case.fresh(), case.fresh(), case.images()
     for (z, memory, standing), backend in ((kernel, "triton"), (twin, "naive")):
         low_rank_step(z, images, memory, standing, case.parts, stop=FIXED, backend=backend)
     assert_near(kernel[0], twin[0], 1e-5)
 
 
-def test_tiles_of_the_second_pass_keep_a_device_busy():
+def test_tiles_keep_a_device_busy():
     """DEQ-TrellisNet, DEQ-Transformers of 256 and 704 features, one short sequence."""
     from equipoise.ops.low_rank import triton as kernels
 
-    assert [kernels._rows(*given) for given in ((840, 22), (840, 4), (2250, 11), (7, 1))] == [64, 16, 64, 16]
+    given = ((60, 1400), (60, 256), (150, 704), (1, 50))
+    assert [kernels._tiles(strips, (size,)) for strips, size in given] == [(128, 1), (64, 1), (64, 3), (64, 1)]
+    assert [kernels._rows(*given) for given in ((840, 22), (840, 4), (2250, 11), (7, 1))] == [32, 16, 64, 16]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -30,28 +30,32 @@ def _measure_tile(
     SPAN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The part of SPAN times CHUNK features, from `start` on, in the few numbers of ROWS positions and in norms."""
+    """The part of SPAN times CHUNK features, from `start` on, in the few numbers of ROWS positions and in norms.
+
+    Few numbers are found as columns: residuals then are the factor that is read from shared memory. As the other one
+    each warp would have to hold all of them, and would compute them once more.
+    """
     numbers = tl.arange(0, FEW)
     squares = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
     image_squares = tl.zeros([ROWS, CHUNK], dtype=tl.float32)
-    few = tl.zeros([ROWS, FEW], dtype=tl.float32)
+    few = tl.zeros([FEW, ROWS], dtype=tl.float32)
     for turn in range(SPAN):
         feature = start + turn * CHUNK + tl.arange(0, CHUNK)
         at = position[:, None] * size + feature[None, :]
         inside = real[:, None] & (feature < size)[None, :]
         z = tl.load(z_ptr + at, mask=inside, other=0.0)
         fz = tl.load(fz_ptr + at, mask=inside, other=0.0)
-        read = down_ptr + feature[:, None] * FEW + numbers[None, :]
-        weight = tl.load(read, mask=(feature < size)[:, None], other=0.0).to(tl.float32)  # (CHUNK, FEW)
+        read = down_ptr + feature[None, :] * FEW + numbers[:, None]
+        weight = tl.load(read, mask=(feature < size)[None, :], other=0.0).to(tl.float32)  # (FEW, CHUNK)
         image = fz.to(tl.float32)
         g = image - z.to(tl.float32)
-        few = tl.dot(g, weight, few, input_precision=PRECISION)
+        few = tl.dot(weight, tl.trans(g), few, input_precision=PRECISION)
         squares += g * g
         image_squares += image * image
     line = tl.arange(0, ROWS)
-    tl.store(parts_ptr + line[:, None] * FEW + numbers[None, :], few)
-    tl.store(norms_ptr, tl.sum(tl.sum(squares, axis=1), axis=0))
-    tl.store(norms_ptr + 1, tl.sum(tl.sum(image_squares, axis=1), axis=0))
+    tl.store(parts_ptr + numbers[:, None] * ROWS + line[None, :], few)
+    tl.store(norms_ptr, tl.sum(squares))
+    tl.store(norms_ptr + 1, tl.sum(image_squares))
 
 
 @triton.jit
@@ -100,7 +104,7 @@ def measure(
 ):
     """A tile of one system: ROWS of its positions, SPAN times CHUNK features of each.
 
-    With K tiles across and `num_down` down, `parts` is (N, num_down, K, ROWS, FEW), `norms` (N, num_down, K, 2), `few`
+    With K tiles across and `num_down` down, `parts` is (N, num_down, K, FEW, ROWS), `norms` (N, num_down, K, 2), `few`
     (N, T, FEW). `firsts` has the first tile across of each leaf, and K.
     """
     num_across = firsts[len(z_ptrs)]
@@ -138,9 +142,9 @@ def measure(
             _conclude.begins(action_ptr, row, down + block, count, status_ptr, FIXED)
         if _blocks.arrives_last(gathered_ptr, cell, num_across):
             numbers = tl.arange(0, FEW)
-            few = _added_up(parts_ptr + part * (ROWS * FEW), num_across, ROWS, FEW, PARTS)
+            few = _added_up(parts_ptr + part * (ROWS * FEW), num_across, FEW, ROWS, PARTS)
             at = (row * num_positions + position)[:, None] * FEW + numbers[None, :]
-            tl.store(few_ptr + at, few, mask=real[:, None])
+            tl.store(few_ptr + at, tl.trans(few), mask=real[:, None])
             if _blocks.arrives_last(arrived_ptr, row, num_down):
                 column = tl.arange(0, 2)
                 norms_ptr += row * (num_down * num_across) * 2

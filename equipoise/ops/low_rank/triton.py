@@ -19,8 +19,8 @@ from equipoise.ops.standing import Rules, Standing
 if TYPE_CHECKING:
     from equipoise.ops.low_rank import LowRankMemory, LowRankParts
 
-# Positions that a program of the first pass measures, and features of them that it reads at once; it reads several
-# times as many, the next on their way meanwhile, where there would be more programs than a device holds.
+# Positions that a program of the first pass measures, and features of them that it reads at once; where there would be
+# more programs than a device holds it reads twice as many, or several times, the next on their way meanwhile.
 POSITIONS = 16
 FEATURES = 64
 PROGRAMS = 720
@@ -30,7 +30,7 @@ MEASURE_WARPS = 4
 # would be less than so many programs. The matrix is read once for each such tile.
 MOVED = 64
 WIDE = 64
-FEWEST = 200
+FEWEST = 350
 MOVE_WARPS = 8
 # Tiles that are read ahead; what waits in shared memory takes no registers.
 STAGES = 3
@@ -88,7 +88,7 @@ def _measure(
         **_kernels.judging(standing, rules),
         firsts=firsts,
         down_ptr=parts.down_copy,
-        parts_ptr=memory.few.new_empty((n, down, firsts[-1], POSITIONS, parts.width)),
+        parts_ptr=memory.few.new_empty((n, down, firsts[-1], parts.width, POSITIONS)),
         norms_ptr=memory.few.new_empty((n, down, firsts[-1], 2)),
         gathered_ptr=memory.arrived,
         arrived_ptr=standing.arrived,
@@ -109,7 +109,8 @@ def _tiles(strips: int, sizes: tuple[int, ...]) -> tuple[int, int]:
     """Features that a program reads at once, and how many times, for so many strips of positions."""
     chunk = min(max(_power(max(sizes)), LEAST), FEATURES)
     programs = strips * sum(triton.cdiv(size, chunk) for size in sizes)
-    return chunk, max(1, min(triton.cdiv(programs, PROGRAMS), triton.cdiv(max(sizes), chunk), MOST_SPAN))
+    span = max(1, min(triton.cdiv(programs, PROGRAMS), triton.cdiv(max(sizes), chunk), MOST_SPAN))
+    return (2 * chunk, 1) if span == 2 else (chunk, span)
 
 
 def _move(z: Leaves, fz: Leaves, standing: Standing, parts: "LowRankParts", arguments: dict[str, Any]) -> None:

@@ -1,0 +1,152 @@
+"""The learned start of sequences: a causal convolution however it is computed, and which systems get it."""
+
+import pytest
+import torch
+from torch import nn
+
+import equipoise as eq
+from equipoise._problem import Problem, StateSpec
+from equipoise.solvers import HyperAnderson, load_solver, save_solver
+from equipoise.solvers._hyper_nets import SequenceInitialiser
+from equipoise.tasks.hyper import FitSettings, fit_hyper_solver
+from tests.captured import Launches
+
+SOURCE, HIDDEN = 12, 5
+VIEWS = {"t", "_unsafe_view", "transpose", "unsqueeze", "split", "split_with_sizes", "unfold", "diagonal", "as_strided"}
+
+
+def made(*sizes, warm="keep"):
+    """A solver with weights as after some fitting; states of 7 positions with so many features by leaf."""
+    torch.manual_seed(0)
+    solver = HyperAnderson.for_sequence(sizes, SOURCE, hidden=HIDDEN, weights="newest", mixing=False, warm=warm)
+    for parameter in solver.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return solver
+
+
+def problem_of(solver, x):
+    z0 = tuple(torch.zeros(*x.shape[:2], size) for size in solver.config.state)
+    return Problem(lambda z, x: z, StateSpec.of(z0), (x,), in_dims=0)
+
+
+def convolved(net, x):
+    """The definition."""
+    return net.out(net.conv(nn.functional.pad(x.mT, (2, 0))).relu().mT).split(net.state, dim=-1)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+@pytest.mark.parametrize("sizes", [(4,), (4, 3)])
+def test_it_is_a_causal_convolution(sizes, length):
+    net, x = made(*sizes).initialiser.double(), torch.randn(3, length, SOURCE, dtype=torch.float64)
+    assert isinstance(net, SequenceInitialiser)
+    parameters = list(net.parameters())
+    found, expected = net(x, []), convolved(net, x)
+    for a, b in zip(found, expected, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    weights = [torch.randn_like(leaf) for leaf in found]
+    grads = [torch.autograd.grad(leaves, parameters, weights) for leaves in (found, expected)]
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_no_position_sees_a_later_one_or_another_system(dtype):
+    net, x = made(4).initialiser, torch.randn(3, 7, SOURCE).to(dtype)
+    changed = x.clone()
+    changed[1, 3] += 1.0
+    differs = (net(x, [])[0] != net(changed, [])[0]).any(dim=2)
+    assert differs[1].tolist() == [False, False, False, True, True, True, False]
+    assert not differs[[0, 2]].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_in_half_precision(dtype):
+    """Products have the digits of the input; states and gradients those of the parameters."""
+    solver, x = made(4), torch.randn(3, 7, SOURCE).to(dtype)
+    net, problem = solver.initialiser, problem_of(solver, x)
+    (guess,) = solver.guess(problem, problem.start(torch.zeros(3, 7, 4)))
+    (expected,) = convolved(net, x.float())
+    assert guess.dtype == torch.float32
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert (guess.view_as(expected) - expected).norm() < tolerance * expected.norm()
+    parameters = list(net.parameters())
+    grads = [torch.autograd.grad(value.square().sum(), parameters) for value in (guess, expected)]
+    for a, b in zip(*grads, strict=True):
+        assert a.dtype == torch.float32
+        assert (a - b).norm() < 3 * tolerance * b.norm()
+
+
+def test_files_are_those_of_the_convolution(tmp_path):
+    solver, x = made(4), torch.randn(3, 7, SOURCE)
+    assert {name: tuple(value.shape) for name, value in solver.initialiser.state_dict().items()} == {
+        "conv.weight": (HIDDEN, SOURCE, 3),
+        "conv.bias": (HIDDEN,),
+        "out.weight": (4, HIDDEN),
+        "out.bias": (4,),
+    }
+    loaded = load_solver(save_solver(solver, tmp_path / "solver.safetensors"))
+    assert torch.equal(loaded.initialiser(x, [])[0], solver.initialiser(x, [])[0])
+
+
+# Which systems get it
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 3), (2, 3, 4)])
+def test_systems_that_are_not_zero_keep_their_start(sizes):
+    solver, x = made(*sizes), torch.randn(6, 7, SOURCE)
+    z = [torch.zeros(6, 7 * size) for size in sizes]
+    z[0][1, 0], z[-1][2, -1] = 1e-30, -1.0
+    z[0][3, 2], z[-1][4, 0], z[-1][5] = torch.nan, torch.inf, -0.0
+    problem = problem_of(solver, x)
+    found, learned = solver.guess(problem, z), solver.initialiser(x, [])
+    for got, given, new in zip(found, z, learned, strict=True):
+        torch.testing.assert_close(got[1:5], given[1:5], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(got[[0, 5]], new.flatten(1)[[0, 5]])
+    assert all(new[[0, 5]].any() for new in learned)
+
+
+@pytest.mark.parametrize(("warm", "leaves", "most"), [("keep", 1, 9), ("keep", 2, 14), ("replace", 1, 7)])
+@torch.no_grad()
+def test_it_takes_few_operations(warm, leaves, most):
+    """A solve of few steps has little else. With several leaves, each is put in order by itself."""
+    solver, x = made(*[4] * leaves, warm=warm), torch.randn(3, 7, SOURCE).bfloat16()
+    problem = problem_of(solver, x)
+    z = problem.start(tuple(torch.zeros(3, 7, 4) for _ in range(leaves)))
+    solver.guess(problem, z)
+    with Launches() as launches:
+        solver.guess(problem, z)
+    names = [name for name in launches.names if name not in VIEWS]
+    assert "mm" in names
+    assert len(names) <= most, names
+
+
+# Fits
+
+
+class Halved(nn.Module):
+    """z_t = tanh(A z_t + x_t), the input in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6, bias=False)
+        nn.init.orthogonal_(self.inner.weight, gain=0.9)
+
+    def forward(self, z, x):
+        return torch.tanh(self.inner(z) + x.float())
+
+    def initial_state(self, x):
+        return torch.zeros(x.shape, dtype=torch.float32)
+
+
+def test_it_is_fitted_to_inputs_in_half_precision():
+    torch.manual_seed(0)
+    deq, sizes = eq.DEQ(Halved(), engine="eager"), {"hidden": 16, "weights": "newest", "mixing": False, "budget": None}
+    x = torch.randn(8, 5, 6).bfloat16()
+    settings = FitSettings(steps=40, unroll=2, learning_rate=2e-2, pool=2)
+    solver = fit_hyper_solver(deq, lambda step: x, settings, **sizes).solver
+    with torch.no_grad(), eq.override(deq, stop=eq.Stop(rtol=1e-5)):
+        root = deq(x).value
+    guess = solver.initialiser(x, [])[0]
+    assert guess.dtype == torch.float32
+    assert (guess - root).norm() < 0.5 * root.norm()
