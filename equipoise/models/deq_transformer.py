@@ -320,8 +320,12 @@ class DEQTransformer(nn.Module):
             return None
         kept = []
         for old, new in zip(memory or (None, None), (z, injection), strict=True):
-            joined = new if old is None else torch.cat([old, new], dim=1)
-            kept.append(joined[:, -self.memory_length :].detach().clone())
+            latest, count = new.detach()[:, -self.memory_length :], self.memory_length - new.shape[1]
+            if old is None or count <= 0 or old.shape[1] == 0:
+                dtype = new.dtype if old is None else torch.promote_types(old.dtype, new.dtype)
+                kept.append(latest.to(dtype, copy=True))
+            else:
+                kept.append(torch.cat([old.detach()[:, -count:], latest], dim=1))
         return kept[0], kept[1]
 
     @torch.no_grad()

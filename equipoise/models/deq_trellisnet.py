@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from equipoise._compat import inside_functorch_transform
 from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._module import DEQ, Plan
 from equipoise._scope import SolveScope, solve_constant
@@ -44,7 +43,7 @@ from equipoise.models._sequence import (
 from equipoise.models.outputs import LMOutput
 from equipoise.models.registry import register_model
 from equipoise.nn.dropout import SequenceDropout
-from equipoise.ops import drop_taps, gather_taps, trellis_cell
+from equipoise.ops import drop_taps, gather_taps, normalised_rows, trellis_cell
 from equipoise.ops.taps import product_dtype
 from equipoise.solvers import Anderson
 
@@ -146,10 +145,7 @@ class CausalConv(nn.Module):
             return self.drop(self.weight_v, dtype)
         v = self.drop(self.weight_v, self.weight_v.dtype)
         # The bound matters only for a row whose kept entries are all zero.
-        scale = self.weight_g / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(1e-12)
-        if torch.is_grad_enabled() or inside_functorch_transform() or torch.compiler.is_compiling():
-            return (v * scale).to(dtype)
-        return torch.mul(v, scale, out=torch.empty_like(v, dtype=dtype))  # rounded as it is written: half the bytes
+        return normalised_rows(v, self.weight_g, floor=1e-12, dtype=dtype)
 
     def product(self, x: Tensor, before: Tensor, mask: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """The convolution of x (B, T, in), `before` (B, reach, in) it, with another bias (out,) than its own, or none.
@@ -390,10 +386,10 @@ class DEQTrellisNet(nn.Module):
 
     def remember(self, h0: Tensor, h: Tensor, c0: Tensor, c: Tensor, inputs: Tensor) -> Memory:
         """The memory after a segment: the last steps of h and c, and of the inputs if wanted; detached."""
-        kept = {"h": _last(h0, h), "c": _last(c0, c)}
+        kept = {"h": _last(h0.detach(), h.detach(), copy=True), "c": _last(c0.detach(), c.detach(), copy=True)}
         if self.config.carry_inputs:
-            kept["inputs"] = inputs
-        return {name: tensor.detach().clone() for name, tensor in kept.items()}
+            kept["inputs"] = inputs.detach().clone()
+        return kept
 
     def answer(
         self, h: Tensor, targets: Tensor | None, memory: Memory, solution: Solution | None = None
@@ -438,23 +434,23 @@ class DEQTrellisNet(nn.Module):
         with SolveScope():  # the same masks and weights in all chunks
             for piece in u.split(chunk, dim=1):
                 if parts:
-                    h0, c0 = _last(h0, parts[-1][0]), parts[-1][1]
+                    h0, c0 = _last(h0, parts[-1][0]), _last(c0, parts[-1][1])
                 parts.append(self._equilibrium(piece, h0, c0, True, {}))
         h, c, solutions = zip(*parts, strict=True)
-        return torch.cat(h, dim=1), c[-1], self._joined(solutions)
+        return torch.cat(h, dim=1), _last(c0, c[-1]), self._joined(solutions)
 
     def _equilibrium(
         self, u: Tensor, h0: Tensor, c0: Tensor, engaged: bool, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Solution]:
-        """h at the equilibrium and the last steps of c; c carries a gradient if `engaged`."""
+        """h at the equilibrium, and c; c carries a gradient if `engaged`."""
         solution = self.deq(u, h0, c0, **options)
         if self.config.form == "full":
             h, c = solution.value
-            return h, _last(c0, c), solution
+            return h, c, solution
         # One more evaluation: the solve knows h only.
         with solution.problem.active(), torch.set_grad_enabled(engaged and torch.is_grad_enabled()):
             c = self.cell.step(solution.value, u, h0, c0)[1]
-            return solution.value, _last(c0, c), solution
+            return solution.value, c, solution
 
     def _joined(self, solutions: Sequence[Solution]) -> Solution:
         """One solution from those of chunks; it has no problem, and no statistics of the backward pass."""
@@ -465,11 +461,11 @@ class DEQTrellisNet(nn.Module):
         return Solution(value, stats_in_a_row([solution.stats for solution in solutions]))
 
 
-def _last(before: Tensor, values: Tensor) -> Tensor:
-    """The last steps of `before` followed by `values`, as many as `before` has and in its dtype."""
+def _last(before: Tensor, values: Tensor, copy: bool = False) -> Tensor:
+    """The last steps of `before` followed by `values`, as many as `before` has and in its dtype; copied if wanted."""
     count, length = before.shape[1], values.shape[1]
     if length >= count:
-        return values[:, length - count :].to(before.dtype)
+        return values[:, length - count :].to(before.dtype, copy=copy)
     return torch.cat([before[:, length:], values.to(before.dtype)], dim=1)
 
 

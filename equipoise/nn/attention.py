@@ -1,20 +1,27 @@
 """Causal self-attention with relative positions, input injection and memory."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
+from equipoise._compat import inside_a_transform
 from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._tape import being_recorded
 from equipoise.nn.dropout import AttentionDropout, VariationalDropout
 from equipoise.nn.norm import weight_norm as normalised
 from equipoise.ops._backend import BACKENDS
 from equipoise.ops.attention import attend, takes_kernel
 from equipoise.ops.attention.naive import attention_map, out_of_sight
+from equipoise.ops.taps import product_dtype
 
 BIAS_STD = 0.01
 ALIGNED = 8  # elements: rows of products that begin at multiples of 16 bytes are what matrix units are quick with
+# Keys up to which tables of distances are kept. They come in powers of two, for all lengths up to that: 20 MB at most
+# for a width of 700.
+MOST_KEPT = 2048
 
 Past = tuple[Tensor, Tensor]
 """Keys and values of positions before the segment, each (B, heads, M, d_head)."""
@@ -88,16 +95,22 @@ class RelativeAttention(nn.Module):
         """What `forward` needs to know of distances, for `length` queries after `past` positions of memory.
 
         The keys of distances begin with a column of zeros, or several for kernels, and then fall from M + T − 1 to 0:
-        see `relative_shift`.
+        see `relative_shift`. Columns before the distances meet masked pairs only, so that without gradients kernels get
+        larger distances there, which take no launch of their own.
         """
-        keys = past + length
-        like = self.content_bias
-        distance = torch.arange(keys - 1, -1, -1, device=like.device)
-        table = self.position_dropout(sinusoids(distance, self.d_model, like.dtype))
-        encoded = self.position(table).view(keys, self.heads, self.d_head).permute(1, 2, 0)
+        keys, like = past + length, self.content_bias
         for_kernels = self.backend == "triton" or (self.backend == "auto" and like.is_cuda)
         ahead = 1 + -(keys + 1) % ALIGNED if for_kernels else 1
-        return pad(encoded, (ahead, 0)), out_of_sight(length, past, self.local_size, like.device)
+        filled = for_kernels and not torch.is_grad_enabled()
+        drops = self.position_dropout.training and self.position_dropout.p > 0
+        dtype = like.dtype if drops else product_dtype(like)
+        rows = keys + ahead if filled else keys
+        table, blocked = _of_distances(rows, length, past, self.d_model, self.local_size, dtype, like)
+        table = self.position_dropout(table)
+        if filled:
+            return (self.position.weight @ table.mT).view(self.heads, self.d_head, rows), blocked
+        encoded = self.position(table).view(keys, self.heads, self.d_head).permute(1, 2, 0)
+        return pad(encoded, (ahead, 0)), blocked
 
     def past(self, z: Tensor, injection: Tensor) -> Past:
         """Keys and values of memory: states (B, M, d) and their injections (B, M, 3d)."""
@@ -148,6 +161,37 @@ def sinusoids(distance: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
     k = torch.arange(0, d_model, 2, device=distance.device, dtype=wide)
     angle = distance.to(wide)[:, None] * torch.exp(k * (-math.log(10000.0) / d_model))
     return torch.cat([angle.sin(), angle.cos()], dim=1).to(dtype)
+
+
+_kept: dict[Any, tuple[Tensor, Tensor]] = {}
+
+
+def _of_distances(
+    rows: int, length: int, past: int, d_model: int, local_size: int | None, dtype: torch.dtype, like: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The sinusoids of distances from rows − 1 down to 0, and what is out of sight: constants, so made once and kept.
+
+    For good, since graphs that read them may have been recorded; and for each stream, which need not wait for another.
+    """
+    device = like.device
+    anew = torch.compiler.is_compiling() or type(like) not in (Tensor, nn.Parameter)  # traced in one way or another
+    if not anew:
+        size = 1 << (max(rows, past + length) - 1).bit_length()
+        stream = torch.cuda.current_stream(device).cuda_stream if like.is_cuda else None
+        key = size, d_model, local_size, dtype, device, stream
+        # A tensor made in a recording has no values before a replay, one made in a transform belongs to it.
+        anew = size > MOST_KEPT or (key not in _kept and (being_recorded() or inside_a_transform()))
+    if anew:
+        return _falling(rows, d_model, dtype, device), out_of_sight(length, past, local_size, device)
+    if key not in _kept:
+        with torch.inference_mode(False), torch.no_grad():
+            _kept[key] = _falling(size, d_model, dtype, device), out_of_sight(size, 0, local_size, device)
+    table, blocked = _kept[key]
+    return table[size - rows :], blocked[past : past + length, : past + length]
+
+
+def _falling(rows: int, d_model: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return sinusoids(torch.arange(rows - 1, -1, -1, device=device), d_model, dtype)
 
 
 def initialised(layer: nn.Linear, init_std: float, weight_norm: bool) -> nn.Linear:

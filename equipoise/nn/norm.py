@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from equipoise._compat import inside_functorch_transform
 from equipoise._errors import require_count
 from equipoise._scope import solve_constant
+from equipoise.ops.taps import product_dtype
+from equipoise.ops.weight_norm import normalised_rows, takes_kernel
 
 
 class _Normalised(nn.Module):
@@ -31,7 +33,11 @@ class _Normalised(nn.Module):
     def weight(self) -> Tensor:
         if torch.compiler.is_compiling():  # as good, and no graph break: the weight is a function of parameters alone
             return self.begin_solve(self.weight_v)
-        return solve_constant(self, self.weight_v)
+        weight: Tensor = solve_constant(self, self.weight_v)
+        if weight.dtype == self.weight_v.dtype or weight.dtype == product_dtype(self.weight_v):
+            return weight
+        # Rounded where autocast was on, and used where it is off; by the class: a recording refuses other draws.
+        return type(self).begin_solve(self, self.weight_v)
 
     @weight.setter
     def weight(self, value: Tensor) -> None:
@@ -65,7 +71,10 @@ def _unit(vector: Tensor, otherwise: Tensor) -> Tensor:
 
 
 class _WeightNormalised(_Normalised):
-    """weight = g · v / ‖v‖, the norm over all axes but the first."""
+    """weight = g · v / ‖v‖, the norm over all axes but the first.
+
+    On a device, where no gradient is wanted, it is made in the dtype that products with it are computed in.
+    """
 
     draws_by_shape = True  # begin_solve looks at no value of its argument
 
@@ -73,7 +82,10 @@ class _WeightNormalised(_Normalised):
     weight_v: Tensor
 
     def begin_solve(self, x: Tensor) -> Tensor:
-        return self.weight_v * (self.weight_g / _norm_except_first(self.weight_v))
+        v, g, dtype = self.weight_v, self.weight_g, product_dtype(self.weight_v)
+        if v.is_contiguous() and takes_kernel(v, g, dtype):
+            return normalised_rows(v.flatten(1), g.flatten(1), dtype=dtype).view(v.shape)
+        return v * (g / _norm_except_first(v))
 
     def absorb(self, weight: Tensor) -> None:
         self.weight_v.copy_(_directions(weight))

@@ -16,6 +16,7 @@ from equipoise.ops.picard import picard_follow, picard_settle, picard_step
 from equipoise.ops.standing import Standing
 from equipoise.ops.taps import drop_taps, gather_taps
 from equipoise.ops.trellis import trellis_cell
+from equipoise.ops.weight_norm import normalised_rows
 from equipoise.ops.words import lookup
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "low_rank_apply",
     "low_rank_step",
     "nll",
+    "normalised_rows",
     "picard_follow",
     "picard_settle",
     "picard_step",
