@@ -1,20 +1,29 @@
 """Terms to add to a loss so that equilibria stay easy to find."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from equipoise import _leaves
 from equipoise._draws import randn_rows
-from equipoise._errors import require_count, require_number
+from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._problem import Problem
 from equipoise._solution import Solution
-from equipoise._tree import Tree, tree_tensors
+from equipoise._tree import Leaves, Tree, tree_tensors
+
+DIRECTIONS = ("random", "residual")
 
 
-def jacobian_penalty(problem: Problem | Solution, z: Tree = None, probes: int = 1) -> Tensor:
-    """Hutchinson estimate of ‖J‖²_F per unknown, J = ∂f/∂z at z: mean over draws v of Σ ‖vᵀJ‖² / (N·D).
+def jacobian_penalty(
+    problem: Problem | Solution, z: Tree = None, probes: int = 1, along: Literal["random", "residual"] = "random"
+) -> Tensor:
+    """The size of the Jacobian J = ∂f/∂z at z, in all directions or in the one that is hardest to solve for.
+
+    Along random vectors this is the Hutchinson estimate of ‖J‖²_F per unknown: mean over draws v of Σ ‖vᵀJ‖² / (N·D).
+    A few directions in which f does not contract are lost in it among thousands. Along the residual it is the mean over
+    systems of ‖vᵀJ‖² / ‖v‖², v = f(z) − z: what a solver has left over lies mainly in such directions.
 
     The gradient flows to parameters and inputs through second derivatives of f; z is taken as a constant, so it is the
     gradient of the penalty at a fixed state, not along the moving equilibrium. Uses the solve's own dropout masks, and
@@ -24,6 +33,7 @@ def jacobian_penalty(problem: Problem | Solution, z: Tree = None, probes: int = 
         problem: A problem (`DEQ.problem(...)`, `Solution.problem`), or a solution to penalise at its value.
         z: State at which to take the Jacobian; a solution's own value by default.
         probes: Random vectors; each costs one VJP and its double backward.
+        along: "random" or "residual".
 
     Returns:
         A scalar.
@@ -31,19 +41,38 @@ def jacobian_penalty(problem: Problem | Solution, z: Tree = None, probes: int = 
     Reference: S. Bai, V. Koltun, J. Z. Kolter, Stabilizing equilibrium models by Jacobian regularization, ICML 2021.
     """
     require_count("jacobian_penalty", "probes", probes)
+    check_direction("jacobian_penalty", along, probes)
     problem, z = problem_and_state(problem, z, "jacobian_penalty")
     leaves = [leaf.detach().requires_grad_() for leaf in problem.start(z)]
+    unknowns, systems = sum(leaf.numel() for leaf in leaves), len(leaves[0])
     with torch.enable_grad():
         fz = problem.evaluate_plain(leaves)
         total = fz[0].new_zeros(())
         for _ in range(probes):
-            probe = [randn_rows(leaf) for leaf in fz]
+            probe = [randn_rows(leaf) for leaf in fz] if along == "random" else _unit_residual(leaves, fz)
             pulled = torch.autograd.grad(
                 fz, leaves, probe, create_graph=True, allow_unused=True, materialize_grads=True
             )
             total = total + sum(leaf.square().sum() for leaf in pulled)
-    unknowns = sum(leaf.numel() for leaf in leaves)
-    return total / (probes * max(1, unknowns))
+    return total / (probes * max(1, unknowns if along == "random" else systems))
+
+
+def check_direction(owner: str, along: str, probes: int) -> None:
+    """Refuse a direction of the penalty that does not exist, or several vectors along the only residual."""
+    if along not in DIRECTIONS:
+        raise unknown_name("direction of the penalty", along, DIRECTIONS)
+    if along == "residual" and probes != 1:
+        raise ValueError(f"{owner}: there is one residual, got probes={probes}; use 1, or along='random'.")
+
+
+@torch.no_grad()
+def _unit_residual(z: Leaves, fz: Leaves) -> Leaves:
+    """f(z) − z of length 1 in each system; zero where it is zero, or not finite."""
+    residual = _leaves.subtract(fz, z)
+    size = _leaves.norm(residual)
+    sound = torch.isfinite(size) & (size > 0)
+    factor = torch.where(sound, 1 / size, 0.0)
+    return [torch.where(sound[:, None], leaf * factor[:, None], 0.0) for leaf in residual]
 
 
 def fixed_point_correction(

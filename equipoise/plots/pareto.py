@@ -1,39 +1,48 @@
 """Metric against time per batch."""
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
+
+from matplotlib.axes import Axes
 
 from equipoise.plots import style
 from equipoise.plots.logs import LogError, Run
 from equipoise.plots.registry import Chart, register_figure
 
 FILE = "pareto.json"
+Curves = dict[str, list[list[tuple[float, float]]]]
+"""Points (ms, metric) by solver and seed."""
+
+
+# What is left of differences from the best metric is not shown below this share; what counts as equal to it.
+LEAST, EQUAL = 1e-4, 5e-3
 
 
 @register_figure("pareto")
 def pareto(runs: Sequence[Run]) -> Chart:
-    """Metric against milliseconds per batch, one point per number of steps: means over seeds, one panel per run."""
+    """Metric against milliseconds per batch, and what it lacks of the best; a point per number of steps, two panels per
+    run, means over seeds."""
     title = "Metric against time"
     logged = {run: _read(run) for run in runs}
     names = list(dict.fromkeys(point["solver"] for record in logged.values() for point in record["points"]))
-    figure, panels = style.panels(title, [2.6 if len(runs) > 1 else 3.2] * len(runs))
-    for axes, run, label in zip(panels, runs, style.short_labels([run.label for run in runs]), strict=True):
+    figure, panels = style.panels(title, [2.2 if len(runs) > 1 else 2.6] * 2 * len(runs))
+    labels = style.short_labels([run.label for run in runs])
+    for axes, below, run, label in zip(panels[::2], panels[1::2], runs, labels, strict=True):
         record = logged[run]
         if style.spans_decades([run.number(point["metric"]) for point in record["points"]]):
             axes.set_yscale("log")
-        missing = 0
-        for name in names:
-            seeds = _curves(run, record, name)
-            if len(seeds) > 1:
-                for seed in seeds:
-                    missing += style.curve(axes, seed, names.index(name), thin=True)
-            missing += style.curve(axes, _mean(seeds), names.index(name))
+        curves = {name: _curves(run, record, name) for name in names}
+        style.say_not_shown(axes, _draw(axes, curves))
         axes.set_title(f"{label}\n{_conclusion(record)}" if _conclusion(record) else label)
         axes.set_ylabel(f"{record['metric']} ({record['better']} is better)")
-        axes.set_xlabel("milliseconds per batch")
-        style.say_not_shown(axes, missing)
+        below.set_yscale("log")
+        _draw(below, _lacking(curves, record["better"]))
+        below.axhline(100 * EQUAL, color="0.5", linewidth=0.8, linestyle=":")
+        below.set_ylabel("% worse than the best")
+        below.set_xlabel("milliseconds per batch")
     roles = [style.sample("mean of seeds"), style.sample("a seed", thin=True)]
     several = any(point["seed"] for record in logged.values() for point in record["points"])
     style.legend(figure, [style.sample(name, i) for i, name in enumerate(names)], *([roles] if several else []))
@@ -44,6 +53,29 @@ def pareto(runs: Sequence[Run]) -> Chart:
         for point in record["points"]
     ]
     return Chart(title, figure, columns, rows)
+
+
+def _draw(axes: Axes, curves: Curves) -> int:
+    """Seeds and their means by solver; returns how many points could not be shown."""
+    missing = 0
+    for series, seeds in enumerate(curves.values()):
+        if len(seeds) > 1:
+            for seed in seeds:
+                missing += style.curve(axes, seed, series, thin=True)
+        missing += style.curve(axes, _mean(seeds), series)
+    return missing
+
+
+def _lacking(curves: Curves, better: str) -> Curves:
+    """By how many percent metrics are worse than the best of all."""
+    sign = 1.0 if better == "lower" else -1.0
+    known = [sign * y for seeds in curves.values() for seed in seeds for _, y in seed if math.isfinite(y)]
+    best = min(known, default=math.nan)
+    size = abs(best) or 1.0
+    return {
+        name: [[(x, 100 * max((sign * y - best) / size, LEAST)) for x, y in seed] for seed in seeds]
+        for name, seeds in curves.items()
+    }
 
 
 def _read(run: Run) -> dict[str, Any]:
@@ -80,9 +112,16 @@ def _mean(seeds: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
 
 def _conclusion(record: dict[str, Any]) -> str:
     """What the points amount to."""
+    found = {name: value for name, value in (record.get("speedup") or {}).items() if name != record.get("reference")}
     said = [
-        f"{name} {value['mean']:.2f}×"
-        for name, value in (record.get("speedup") or {}).items()
-        if name != record.get("reference") and isinstance(value.get("mean"), int | float)
+        f"{name} {value['mean']:.2f}×" + _over_budget(value, record)
+        for name, value in found.items()
+        if isinstance(value.get("mean"), int | float)
     ]
     return f"faster than {record['reference']} at equal {record['metric']}:\n{', '.join(said)}" if said else ""
+
+
+def _over_budget(speedup: dict[str, Any], record: dict[str, Any]) -> str:
+    """The speed-up over all steps of the reference, where it could have stopped earlier."""
+    value, steps = speedup.get("over_budget"), record.get("at")
+    return f" (over its {steps} steps {value:.2f}×)" if isinstance(value, int | float) and steps else ""

@@ -293,7 +293,10 @@ class _Run:
             losses, carry = self.task.training_step(self.model, batch, carry, step)
             total = losses["loss"]
             if plan is not None and plan.penalty_weight > 0:
-                penalties = [jacobian_penalty(solution, probes=plan.penalty_probes) for solution, _ in solutions]
+                penalties = [
+                    jacobian_penalty(solution, probes=plan.penalty_probes, along=plan.penalty_along)
+                    for solution, _ in solutions
+                ]
                 losses["penalty"] = torch.stack(penalties).mean()
                 total = total + penalty_weight * losses["penalty"]
         self.state.stepper.backward(total * rows.weight)

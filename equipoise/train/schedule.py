@@ -19,6 +19,7 @@ from equipoise._module import Plan, deqs_in
 from equipoise._registry import Registry
 from equipoise._stop import Stop
 from equipoise.adjoints import Unroll
+from equipoise.penalties import check_direction
 from equipoise.solvers import Picard, Solver
 from equipoise.train.config import register_family
 
@@ -114,6 +115,8 @@ class Penalty:
         every: Steps between two increases; None for a constant weight.
         stop: Step from which it is off; None for never.
         probes: Random vectors of the estimate.
+        along: Direction in which the Jacobian is penalised: "random", or that of the "residual", as in
+            `jacobian_penalty`.
         warmup_weight: The weight while the shallow stack is trained.
         keep: The median relative residual that solves of training steps are to keep. While they are above it the
             penalty comes more often, then with more weight, below it less, but not less often than `probability`.
@@ -126,6 +129,7 @@ class Penalty:
     every: int | None = None
     stop: int | None = None
     probes: int = 1
+    along: Literal["random", "residual"] = "random"
     warmup_weight: float = 0.0
     keep: float | None = None
 
@@ -139,6 +143,7 @@ class Penalty:
         if self.stop is not None:
             require_count("Penalty", "stop", self.stop, low=0)
         require_count("Penalty", "probes", self.probes)
+        check_direction("Penalty", self.along, self.probes)
         if self.keep is not None:
             require_number("Penalty", "keep", self.keep, low=0.0, high=1.0, open_low=True)
             if not (self.weight > 0 and self.probability > 0):
@@ -213,6 +218,7 @@ class StepPlan:
         eval_plan: How to solve in an evaluation made at this step; never jittered.
         penalty_weight: Weight of the Jacobian penalty; 0 for none.
         penalty_probes: Its random vectors.
+        penalty_along: Its direction.
     """
 
     phase: str
@@ -220,6 +226,7 @@ class StepPlan:
     eval_plan: Plan
     penalty_weight: float = 0.0
     penalty_probes: int = 1
+    penalty_along: Literal["random", "residual"] = "random"
 
     def with_budget(self, steps: int) -> "StepPlan":
         """The same, evaluations ending after so many steps."""
@@ -270,14 +277,14 @@ class PlanSchedule:
         weight = self.penalty.weight_at(self.seed, step, self.warmup.steps, strength)
         if step < self.warmup.steps:
             stack = self.warmup.plan
-            return StepPlan("warmup", stack, stack, weight, self.penalty.probes)
+            return StepPlan("warmup", stack, stack, weight, self.penalty.probes, self.penalty.along)
         offset = self.jitter.offset(self.seed, step, penalised=weight > 0)
         stop, plan, eval_plan = self.plan.stop, self.plan, self.eval_plan or self.plan
         if offset:
             plan = plan.replace(stop=stop.with_budget(stop.max_steps + offset))
         if step < self.opening.steps:
             plan, eval_plan = (p.replace(solver=self.opening.solver) for p in (plan, eval_plan))
-        return StepPlan("equilibrium", plan, eval_plan, weight, self.penalty.probes)
+        return StepPlan("equilibrium", plan, eval_plan, weight, self.penalty.probes, self.penalty.along)
 
     def final(self) -> StepPlan:
         """The equilibrium without jitter or penalty, for evaluation of a finished model."""

@@ -256,11 +256,16 @@ def test_the_figure(tmp_path):
     assert chart.columns == ("run", "solver", "seed", "steps", "metric", "ms", "residual")
     assert len(chart.rows) == 10
     assert chart.rows[0] == ("run", "anderson", 0, 1, 80.0, 1.0, 0.1)
-    (axes,) = chart.figure.axes
-    assert axes.get_yscale() == "log"
-    assert "faster than anderson at equal perplexity:\nhyper 3.00×" in axes.get_title(loc="left")
+    axes, below = chart.figure.axes
+    assert axes.get_yscale() == below.get_yscale() == "log"
+    said = "faster than anderson at equal perplexity:\nhyper 3.00× (over its 3 steps 3.01×)"
+    assert said in axes.get_title(loc="left")
     means = [line for line in axes.lines if list(line.get_ydata()) == [4.0, 2.0, 1.0]]
     assert len(means) == 3  # two seeds and their mean
+    lacking = [list(line.get_ydata()) for line in below.lines]
+    assert pytest.approx([7900.0, 300.0, 100.0]) in lacking
+    assert lacking.count(pytest.approx([300.0, 100.0, 0.01])) == 3  # the best itself at the lower end
+    assert [0.5, 0.5] in lacking  # what counts as equal
     assert [file.name for file in draw("pareto", [run], tmp_path)] == ["pareto.png", "pareto.svg", "pareto.csv"]
 
 

@@ -50,6 +50,47 @@ def test_the_gradient_of_a_linear_map_is_twice_its_weight_in_expectation():
     assert relative_error(got, want) <= 3 * expected
 
 
+def test_along_the_residual_it_is_the_growth_of_what_is_left():
+    """Against the formula, gradient included."""
+    W, x, z = normal(5, 5, seed=1).requires_grad_(), normal(3, 5, seed=2), normal(3, 5, seed=3)
+    problem = fixed_point(lambda z, x: z @ W.mT + x, z, x, stop=Stop(max_steps=1), throw=False).problem
+    penalty = jacobian_penalty(problem, z, along="residual")
+    v = (z @ W.mT + x - z).detach()
+    expected = ((v / v.norm(dim=1, keepdim=True)) @ W).square().sum() / 3
+    assert relative_error(penalty, expected) <= 1e-12
+    (got,), (want,) = (torch.autograd.grad(each, W) for each in (penalty, expected))
+    assert relative_error(got, want) <= 1e-12
+
+
+def test_a_direction_that_does_not_contract_is_seen_along_the_residual():
+    """One of 200 directions grows by 0.98: 1/200 of it is in the mean over all of them."""
+    diagonal = torch.full((200,), 0.1, dtype=torch.float64)
+    diagonal[7] = 0.98
+    start = torch.zeros(4, 200, dtype=torch.float64)
+    solution = fixed_point(lambda z: diagonal * z + 1, start, solver=Picard(), stop=Stop(rtol=0, max_steps=12))
+    torch.manual_seed(0)
+    assert jacobian_penalty(solution, probes=50).item() == pytest.approx(0.01 * 199 / 200 + 0.98**2 / 200, rel=0.1)
+    assert jacobian_penalty(solution, along="residual").item() == pytest.approx(0.98**2, rel=1e-6)
+
+
+def test_a_residual_that_is_zero_or_not_finite_adds_nothing():
+    z = torch.tensor([[0.0, 0.0], [1.0, 1.0], [math.inf, 1.0]], dtype=torch.float64)
+    problem = fixed_point(lambda z: 0.5 * z, z, stop=Stop(max_steps=1), throw=False).problem
+    assert jacobian_penalty(problem, z, along="residual").item() == pytest.approx(0.25 / 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"along": "sideways"}, "direction of the penalty.*sideways"),
+        ({"along": "residual", "probes": 2}, "one residual"),
+    ],
+)
+def test_directions_that_do_not_exist_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        jacobian_penalty(linear_problem(normal(3, 3, seed=1), batch=2), **options)
+
+
 @pytest.mark.parametrize("batch", [1, 3, 50])
 def test_the_penalty_is_per_unknown(batch):
     """For f = c z it is c² · mean(v²) over all draws, whatever the batch size."""

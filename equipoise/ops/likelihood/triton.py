@@ -12,7 +12,7 @@ from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.likelihood import naive
 
 # The most scores that a program takes at a time, forward and in the VJP, and how many of them a thread has.
-BLOCK, VJP_BLOCK, PER_THREAD = 4096, 4096, 16
+BLOCK, VJP_BLOCK, PER_THREAD = 2048, 2048, 16
 
 
 @triton.jit
