@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 LOG = "metrics.jsonl"
 TIME_IS_UP = "time is up"
+# A median residual of training solves that is far from an equilibrium, and log lines in a row after which that is said.
+FAR, FAR_LINES = 0.5, 3
 
 
 @dataclass
@@ -145,6 +147,7 @@ class _Run:
         self.captured = self._captured_steps() if settings.capture else None
         self.started = time.perf_counter() - self.state.seconds
         self.pace = Pace()
+        self.far = 0  # log lines in a row that were far from an equilibrium
         if self.processes.main:  # after all that can be refused, so that a refusal changes nothing
             _write_json(out / "config.json", self.config)
             for name, values in task.artifacts().items():
@@ -400,10 +403,24 @@ class _Run:
             record["peak_memory"] = max(gather(max(replayed, torch.cuda.max_memory_allocated())))
             torch.cuda.reset_peak_memory_stats()
         forward, backward = state.forward.summary(gather), state.backward.summary(gather)
+        if plan is not None and plan.phase == "equilibrium":
+            self._warn_of_loss(forward.get("residual_p50", 0.0))
         if state.control is not None and plan is not None and plan.phase == "equilibrium" and "residual_p50" in forward:
             state.control.update(forward["residual_p50"])
             record["penalty_strength"] = state.control.strength
         return {**record, "forward": forward, "backward": backward}
+
+    def _warn_of_loss(self, residual: float) -> None:
+        """Say once that solves have ended far from an equilibrium for some log lines: what is trained then is none."""
+        self.far = 0 if residual <= FAR else self.far + 1  # NaN is far
+        if self.far == FAR_LINES and self.processes.main:
+            warnings.warn(
+                f"step {self.state.step}: half of the training solves have ended above a relative residual of {FAR} "
+                f"for {FAR_LINES} log lines, now {residual:.2g}: the equilibrium is being lost, and gradients are not "
+                "those of one. Try penalty.keep = 0.1, penalty.along = 'residual', a longer warm-up or more steps.",
+                EquilibriumWarning,
+                stacklevel=4,
+            )
 
     def _open_log(self) -> Any:
         if not self.processes.main:

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from equipoise import jacobian_penalty
+from equipoise import EquilibriumWarning, jacobian_penalty
 from equipoise._module import Plan
 from equipoise.solvers import Anderson
 from equipoise.tasks import CopyMemoryTask
@@ -213,6 +213,13 @@ def test_a_penalty_that_keeps_a_residual_becomes_stronger_while_it_is_above(tmp_
     assert all(records[step]["forward"]["residual_p50"] > 2e-3 for step in range(3, 7))
     assert [records[step]["penalty_strength"] for step in range(3, 7)] == pytest.approx([0.4, 1.6, 6.4, 10.0])
     assert records[6]["penalty_weight"] == pytest.approx(0.64)
+
+
+def test_an_equilibrium_that_is_being_lost_is_said_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "FAR", 1e-6)
+    with pytest.warns(EquilibriumWarning, match=r"step 5: .*for 3 log lines, now .*being lost.*penalty\.keep") as said:
+        train(recipe(COPY, "warmup.steps=2", "train.log_every=1", "train.steps=7"), tmp_path)
+    assert len(said) == 1
 
 
 def test_the_penalty_is_logged_on_its_steps_only(tmp_path):
