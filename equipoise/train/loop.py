@@ -46,8 +46,9 @@ if TYPE_CHECKING:
 
 LOG = "metrics.jsonl"
 TIME_IS_UP = "time is up"
-# A median residual of training solves that is far from an equilibrium, and log lines in a row after which that is said.
-FAR, FAR_LINES = 0.5, 3
+# A median residual of training solves that is far from an equilibrium, and log lines in a row after which that is said;
+# of solves of fewer steps nothing is.
+FAR, FAR_LINES, FAR_STEPS = 0.5, 3, 4
 
 
 @dataclass
@@ -403,7 +404,7 @@ class _Run:
             record["peak_memory"] = max(gather(max(replayed, torch.cuda.max_memory_allocated())))
             torch.cuda.reset_peak_memory_stats()
         forward, backward = state.forward.summary(gather), state.backward.summary(gather)
-        if plan is not None and plan.phase == "equilibrium":
+        if plan is not None and plan.phase == "equilibrium" and plan.plan.stop.max_steps >= FAR_STEPS:
             self._warn_of_loss(forward.get("residual_p50", 0.0))
         if state.control is not None and plan is not None and plan.phase == "equilibrium" and "residual_p50" in forward:
             state.control.update(forward["residual_p50"])

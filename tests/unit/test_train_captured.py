@@ -245,8 +245,7 @@ def test_recorded_solves_inside_of_recorded_steps(emulated, inline_solves, tmp_p
 @pytest.mark.slow
 def test_images_and_running_statistics(emulated, tmp_path):
     budgets = (*FIXED_BUDGETS, "stop.max_steps=2", "adjoint.stop={rtol=0.0, max_steps=2}")
-    settings = ("train.steps=6", "train.log_every=6", 'task.augment="crop_flip"', "penalty.weight=0.0")
-    given = recipe(DIGITS, *EXACT, *budgets, *settings)
+    given = recipe(DIGITS, *EXACT, *budgets, "train.steps=6", 'task.augment="crop_flip"', "penalty.weight=0.0")
     fit(ordinary(given), tmp_path / "ordinary")
     assert fit(given, tmp_path / "captured").captured.replayed == 3
     a, b = (saved(tmp_path / name) for name in ("ordinary", "captured"))
