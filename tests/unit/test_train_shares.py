@@ -22,6 +22,7 @@ def cases(folder):
     trellis = text_recipe(folder, *settings, "task.activation=1.0", "task.smoothness=1.0")
     return {
         "copy memory": recipe(COPY, *settings, *DROPOUT),
+        "along the residual": recipe(COPY, *settings, *DROPOUT, "penalty.along=residual", "penalty.probes=1"),
         "transformer": text_recipe(folder, *settings, *DROPOUT),
         "trellisnet": with_model(trellis, **TRELLIS),
         "chunks": with_model(trellis, **TRELLIS, chunk_size=3),
@@ -43,7 +44,14 @@ def assert_equal_runs(one, two, rel=1e-5):
 
 @pytest.mark.parametrize(
     ("name", "accumulation"),
-    [("copy memory", 2), ("transformer", 4), ("trellisnet", 2), ("chunks", 2), ("warm-up", 2)],
+    [
+        ("copy memory", 2),
+        ("along the residual", 4),
+        ("transformer", 4),
+        ("trellisnet", 2),
+        ("chunks", 2),
+        ("warm-up", 2),
+    ],
 )
 def test_accumulation_changes_nothing_but_memory(tmp_path, name, accumulation):
     """Float32 sums in another order: to 1e-5."""
