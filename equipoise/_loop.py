@@ -31,10 +31,9 @@ if TYPE_CHECKING:
 CHUNK = 4
 # Steps of a fixed budget recorded in one piece.
 LONGEST = 32
-# Of these, steps in a piece of their own, and how many times the steps before it the next piece may have: the launch of
-# a large graph takes its time and delays its first kernel, so each keeps the device busy while the next is launched.
+# Of these, steps in a piece of their own: the launch of a large graph takes its time, and delays its first kernel. So a
+# small one goes first, and keeps the device busy meanwhile.
 FIRST = 2
-GROWTH = 3
 # Solves whose lengths are remembered, to ask the next ones when there may be something to hear.
 REMEMBERED = 8
 # Solves that could have used a smaller loop after which it is recorded: one of them may have been an exception.
@@ -223,7 +222,9 @@ class Loop:
             if ends:
                 buffers.conclude(method.stop)
 
-        lengths = _growing(most) if splits else _equal(most, self.whole)
+        lengths = [self.whole] * (most // self.whole) + [most % self.whole] * (most % self.whole > 0)
+        if splits:
+            lengths = [FIRST, most - FIRST]
         last = len(lengths) - 1
         # A budget that is fixed, or no longer than a chunk, is one sequence; else its end comes when it comes.
         in_one_go = self.stop.fixed_budget or last == 0
@@ -284,19 +285,6 @@ class Loop:
 
     def _answer(self, name: str) -> Tensor:
         return self.host[self.buffers.packed.rows[name], : self.size]
-
-
-def _equal(steps: int, most: int) -> list[int]:
-    """Pieces of so many steps, and what is left."""
-    return [most] * (steps // most) + [steps % most] * (steps % most > 0)
-
-
-def _growing(steps: int) -> list[int]:
-    """Pieces of `FIRST` steps, then of `GROWTH` times those before."""
-    pieces = [FIRST]
-    while sum(pieces) < steps:
-        pieces.append(min(GROWTH * sum(pieces), steps - sum(pieces)))
-    return pieces
 
 
 # Fewer systems

@@ -13,8 +13,7 @@ time bare evaluations of f and solves at two budgets, so that a line through bot
 per solve, and how long the host is kept before a solve returns. Rows "profile" list the kernels of one replayed solve
 beside those of as many bare evaluations of f: what is in one list and not in the other is the solver's, and what is in
 both and takes longer in one is f's. Rows "timeline" tell when, in one solve of a cell of the DEQ-Transformer, the host
-called the driver and where the device had nothing to do; "parts small pieces (2, 99)" is with two steps of a budget in
-the first piece and all others in the next, which may have 99 times as many.
+called the driver and where the device had nothing to do.
 """
 
 import argparse
@@ -35,7 +34,6 @@ from torch import Tensor
 
 import equipoise as eq
 from benchmarks.kernels.mdeq_gpu import CASES, SOLVERS, Bench, Case, _wait
-from equipoise import _loop
 from equipoise._method import Method
 from equipoise._problem import StateSpec
 from equipoise._tape import tape_for
@@ -281,16 +279,9 @@ def sequence_works(name: str, device: torch.device) -> Makers:
     return {"bare f": bare} | solves
 
 
-def sequence_row(
-    name: str, device: torch.device, rounds: int, pieces: tuple[int, int] = (_loop.FIRST, _loop.GROWTH)
-) -> Row:
-    """`parts_row` of such a cell; the first piece of a budget, and how pieces grow."""
-    before = _loop.FIRST, _loop.GROWTH
-    _loop.FIRST, _loop.GROWTH = pieces
-    try:
-        return parts_row(sequence_works(name, device), device, rounds)
-    finally:
-        _loop.FIRST, _loop.GROWTH = before
+def sequence_row(name: str, device: torch.device, rounds: int) -> Row:
+    """`parts_row` of such a cell."""
+    return parts_row(sequence_works(name, device), device, rounds)
 
 
 def timeline_row(name: str, solver: str, device: torch.device) -> Row:
@@ -449,8 +440,6 @@ def rows_of(device: torch.device, options: argparse.Namespace) -> dict[str, Work
             found[f"timeline small {solver}"] = partial(timeline_row, "small", solver, device)
         for name in ("small", "medium"):
             found[f"parts {name}"] = partial(sequence_row, name, device, rounds)
-        for pieces in ((1, 3), (1, 7), (2, 99)):
-            found[f"parts small pieces {pieces}"] = partial(sequence_row, "small", device, rounds, pieces)
     found["profile large picard"] = partial(profile, "large", "picard")
     for name, solver in itertools.product(("small", "medium"), ALL):
         step(name, solver)

@@ -162,6 +162,12 @@ def judge(size: Tensor, image: Tensor, standing: Standing, rules: Rules) -> Tens
     return ADVANCE * advance.int() + KEEP * better.int() + RETREAT * retreat.int()
 
 
+def require_fixed_budget(operation: str, out: Leaves | None, stop: Stop) -> None:
+    """Refuse a place of its own for proposals where systems may end."""
+    if out is not None and not stop.fixed_budget:
+        raise ValueError(f"{operation}: out is for fixed budgets, where no system ends; got {stop!r}.")
+
+
 def postponed(actions: Tensor, standing: Standing) -> Tensor:
     """The actions of a fixed budget where proposals are written elsewhere: a best iterate is copied one step later.
 

@@ -11,14 +11,12 @@ from matplotlib.axes import Axes
 from equipoise.plots import style
 from equipoise.plots.logs import LogError, Run
 from equipoise.plots.registry import Chart, register_figure
+from equipoise.train.pareto import FILE, TOLERANCE
 
-FILE = "pareto.json"
 Curves = dict[str, list[list[tuple[float, float]]]]
 """Points (ms, metric) by solver and seed."""
 
-
-# What is left of differences from the best metric is not shown below this share; what counts as equal to it.
-LEAST, EQUAL = 1e-4, 5e-3
+LEAST = 1e-4  # below this share, what metrics lack of the best one is not told apart
 
 
 @register_figure("pareto")
@@ -40,7 +38,7 @@ def pareto(runs: Sequence[Run]) -> Chart:
         axes.set_ylabel(f"{record['metric']} ({record['better']} is better)")
         below.set_yscale("log")
         _draw(below, _lacking(curves, record["better"]))
-        below.axhline(100 * EQUAL, color="0.5", linewidth=0.8, linestyle=":")
+        below.axhline(100 * TOLERANCE, color="0.5", linewidth=0.8, linestyle=":")
         below.set_ylabel("% worse than the best")
         below.set_xlabel("milliseconds per batch")
     roles = [style.sample("mean of seeds"), style.sample("a seed", thin=True)]

@@ -404,11 +404,12 @@ class _Run:
             record["peak_memory"] = max(gather(max(replayed, torch.cuda.max_memory_allocated())))
             torch.cuda.reset_peak_memory_stats()
         forward, backward = state.forward.summary(gather), state.backward.summary(gather)
-        if plan is not None and plan.phase == "equilibrium" and plan.plan.stop.max_steps >= FAR_STEPS:
-            self._warn_of_loss(forward.get("residual_p50", 0.0))
-        if state.control is not None and plan is not None and plan.phase == "equilibrium" and "residual_p50" in forward:
-            state.control.update(forward["residual_p50"])
-            record["penalty_strength"] = state.control.strength
+        if plan is not None and plan.phase == "equilibrium" and "residual_p50" in forward:
+            if plan.plan.stop.max_steps >= FAR_STEPS:
+                self._warn_of_loss(forward["residual_p50"])
+            if state.control is not None:
+                state.control.update(forward["residual_p50"])
+                record["penalty_strength"] = state.control.strength
         return {**record, "forward": forward, "backward": backward}
 
     def _warn_of_loss(self, residual: float) -> None:

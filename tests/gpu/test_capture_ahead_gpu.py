@@ -48,10 +48,10 @@ def relative(ours, theirs):
     return float((a - b).norm() / b.norm())
 
 
-@pytest.mark.parametrize(("steps", "pieces"), [(3, 1), (4, 2), (10, 3), (32, 3), (40, 2)])
+@pytest.mark.parametrize("steps", [3, 4, 10, 32, 40])
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 @torch.no_grad()
-def test_solves_in_several_graphs(solver, steps, pieces):
+def test_solves_in_two_graphs(solver, steps):
     """The eager engine's values, and the same bits every time."""
     torch.manual_seed(0)
     deq = deq_of(Leaves(), solver, eq.Stop(rtol=0, max_steps=steps))
@@ -69,7 +69,7 @@ def test_solves_in_several_graphs(solver, steps, pieces):
     assert not deq.capture.fallbacks
     assert deq.capture.recorded == 1
     loop = recordings_of(deq)[0].forward.loop
-    assert len(loop.sequence) == pieces
+    assert len(loop.sequence) == (2 if steps >= 4 else 1)
 
 
 @torch.no_grad()

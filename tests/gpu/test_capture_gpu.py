@@ -205,7 +205,7 @@ def called(work):
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=str)
 def test_launches_outside_of_graphs(solver):
-    """Of a solve: some growing graphs, copies of inputs and results. Training: a few launches more."""
+    """Of a solve: a small graph and one for the rest, copies of inputs and results. Training: a few launches more."""
     deq, x = deq_of(Plain(), solver=solver, stop=FIXED), inputs_of()
 
     def infer():
@@ -215,7 +215,7 @@ def test_launches_outside_of_graphs(solver):
     def train():
         torch.autograd.grad(deq(x).value.sum(), list(deq.parameters()))
 
-    for work, graphs, most in ((infer, 3, 15), (train, 8, 30)):
+    for work, graphs, most in ((infer, 2, 15), (train, 6, 30)):
         for _ in range(3):
             work()
         names = called(work)

@@ -12,7 +12,7 @@ from equipoise._stop import Stop
 from equipoise._tree import Leaves
 from equipoise.ops._backend import use_kernel
 from equipoise.ops.anderson import naive
-from equipoise.ops.standing import Rules, Standing
+from equipoise.ops.standing import Rules, Standing, require_fixed_budget
 
 # The small solve holds its matrix in registers.
 MOST_MEMORY = 16
@@ -108,8 +108,7 @@ def anderson_step(
     """
     require_number("anderson_step", "mixing", mixing, low=0.0, high=2.0, open_low=True)
     require_number("anderson_step", "ridge", ridge, low=0.0)
-    if out is not None and not stop.fixed_budget:
-        raise ValueError(f"anderson_step: out is for fixed budgets, where no system ends; got {stop!r}.")
+    require_fixed_budget("anderson_step", out, stop)
     slots = memory.gram.shape[1]
     work = standing.residual.dtype
     ridge = max(ridge, torch.finfo(work).eps)

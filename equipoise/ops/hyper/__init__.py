@@ -13,7 +13,7 @@ from equipoise._stop import Stop
 from equipoise._tree import Leaves
 from equipoise.ops._backend import use_kernel
 from equipoise.ops.hyper import naive
-from equipoise.ops.standing import Rules, Standing
+from equipoise.ops.standing import Rules, Standing, require_fixed_budget
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers._hyper_nets import TAPS
 
@@ -288,8 +288,7 @@ def hyper_step(
         out: With a fixed budget, where to write the proposals instead, as in `anderson_step`; saves 8 bytes.
         backend: "auto", "naive" or "triton".
     """
-    if out is not None and not stop.fixed_budget:
-        raise ValueError(f"hyper_step: out is for fixed budgets, where no system ends; got {stop!r}.")
+    require_fixed_budget("hyper_step", out, stop)
     rules = Rules.of(stop, floor, sum(leaf.shape[1] for leaf in z), standing.residual.dtype)
     rings = (*memory.images, *memory.residuals)
     implementation: ModuleType = naive

@@ -14,7 +14,7 @@ from equipoise._tree import Leaves
 from equipoise.ops._backend import use_kernel
 from equipoise.ops.hyper import LEAST, _obstacle_of_form
 from equipoise.ops.low_rank import naive
-from equipoise.ops.standing import Rules, Standing
+from equipoise.ops.standing import Rules, Standing, require_fixed_budget
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers._hyper_nets import SequenceCorrection
 
@@ -174,8 +174,7 @@ def low_rank_step(
         out: With a fixed budget, where to write the proposals instead, as in `anderson_step`; saves 8 bytes.
         backend: "auto", "naive" or "triton".
     """
-    if out is not None and not stop.fixed_budget:
-        raise ValueError(f"low_rank_step: out is for fixed budgets, where no system ends; got {stop!r}.")
+    require_fixed_budget("low_rank_step", out, stop)
     rules = Rules.of(stop, floor, sum(leaf.shape[1] for leaf in z), standing.residual.dtype)
     implementation: ModuleType = naive
     if use_kernel("low_rank_step", backend, (*z, *fz, *standing.best, *(out or ()), memory.few, *parts.tensors)):
