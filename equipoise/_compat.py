@@ -32,7 +32,9 @@ def keep_backward_buffers() -> AbstractContextManager[Any]:
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype autocast computes in on this device, or None when it is off."""
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    # torch 2.11 cannot trace the first question, and compiled code is for devices that have autocast.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    if available and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
