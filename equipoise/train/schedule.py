@@ -118,9 +118,10 @@ class Penalty:
         along: Direction in which the Jacobian is penalised: "random", or that of the "residual", as in
             `jacobian_penalty`.
         warmup_weight: The weight while the shallow stack is trained.
-        keep: The median relative residual that solves of training steps are to keep. While they are above it the
-            penalty comes more often, then with more weight, below it less, but not less often than `probability`.
-            Looked at whenever the run logs; None to leave the penalty as it is.
+        keep: The median relative residual that solves of training steps are to keep. As they come near it the penalty
+            comes more often, on every step from there on; while they are above it, with more and more weight; below it
+            less, but not less often than `probability`. Looked at whenever the run logs; None to leave the penalty as
+            it is.
     """
 
     weight: float = 0.0
@@ -197,7 +198,9 @@ class PenaltyControl:
         assert self.settings.keep is not None
         far = residual / self.settings.keep if math.isfinite(residual) else math.inf
         change = min(max(far, 1 / self.FARTHEST), self.FARTHEST) ** 2
-        self.strength = min(max(self.strength * change, self.settings.probability), self.MOST)
+        # An equilibrium can be lost between a few looks: how near the residual is counts by itself as well.
+        least = max(self.settings.probability, min(far, self.FARTHEST) ** 3)
+        self.strength = min(max(self.strength * change, least), self.MOST)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue."""

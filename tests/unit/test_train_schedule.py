@@ -223,16 +223,17 @@ def test_a_penalty_that_keeps_a_residual_follows_it():
     control = Penalty(weight=0.4, probability=0.05, keep=0.1).start()
     assert control.strength == 0.05
     for residual, strength in (
-        (0.1, 0.05),
-        (0.2, 0.2),
-        (0.9, 0.8),  # four times at most
-        (0.15, 1.8),
-        (math.nan, 7.2),
+        (0.03, 0.05),
+        (0.05, 0.125),  # the cube of how near it is
+        (0.1, 1.0),
+        (0.12, 1.728),
+        (0.15, 3.888),  # or the strength so far, times the square
+        (math.nan, 10.0),
         (math.inf, 10.0),
         (0.05, 2.5),
         (0.001, 0.625),
-        (0.08, 0.4),
-        (0.0, 0.1),
+        (0.08, 0.512),
+        (0.0, 0.128),
         (0.0, 0.05),  # never less than it would be without
     ):
         control.update(residual)
