@@ -10,10 +10,12 @@ from torch import Tensor
 
 from equipoise._tape import tape_for
 from equipoise.ops.norm import triton as kernels
-from equipoise.ops.norm import triton_residual
+from equipoise.ops.norm import triton_large, triton_residual
+from equipoise.ops.norm import triton_pieces as pieces
 
 REPEATS, ROUNDS = 20, 5
-# Name, shape, groups and operation: of the finest resolution of TINY at batch 128 and of LARGE at batch 96.
+# Name, shape, groups and operation: of the finest resolution of TINY at batch 128, of LARGE at
+# batch 96 and of CamVid at batch 8, whose groups do not fit in registers.
 SHAPES: dict[str, tuple[tuple[int, ...], int, str]] = {
     "tiny hidden": ((128, 120, 32, 32), 8, "relu"),
     "tiny residual": ((128, 24, 32, 32), 8, "residual"),
@@ -22,8 +24,11 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, str]] = {
     "large hidden": ((96, 160, 32, 32), 8, "relu"),
     "large hidden 8x8": ((96, 640, 8, 8), 8, "relu"),
     "large residual": ((96, 32, 32, 32), 8, "residual"),
+    "camvid hidden": ((8, 128, 88, 120), 8, "relu"),
+    "camvid residual": ((8, 32, 88, 120), 8, "residual"),
+    "camvid fusion": ((8, 32, 44, 60), 8, "enlarge"),
 }
-# The most numbers in registers, at a time beyond that, per thread, and bytes of a pixel with channels last.
+# The most numbers in registers, in a chunk beyond that, per thread, and bytes of a pixel with channels last.
 SETTINGS = [
     (16384, 4096, 16, 12),
     (4096, 4096, 16, 12),
@@ -54,14 +59,15 @@ def _row(device: torch.device, shape: tuple[int, ...], groups: int, operation: s
     x, (weight, bias) = drawn(*shape), torch.rand(2, shape[1], device=device)
     forward, backward = _operation(x, weight, bias, drawn, groups, operation)
     times: dict[str, float] = {}
-    for block, loop, per_thread, together in SETTINGS:
+    for block, chunk, per_thread, together in SETTINGS:
         if not last and together != SETTINGS[0][3]:
             continue
         for module in (kernels, triton_residual):
             module.BLOCK = module.VJP_BLOCK = block
-        kernels.LOOP_BLOCK, kernels.PER_THREAD, kernels.TOGETHER_BYTES = loop, per_thread, together
+        pieces.CHUNK, pieces.PER_THREAD, pieces.TOGETHER_BYTES = chunk, per_thread, together
+        pieces.CHUNK_BYTES, triton_large.CHUNK = max(32, together), chunk
         for name, work in (("forward", forward), ("vjp", backward)):
-            key = f"{name} {block} {loop} {per_thread}" + (f" {together} B" if last else "")
+            key = f"{name} {block} {chunk} {per_thread}" + (f" {together} B" if last else "")
             try:
                 times[key] = _milliseconds(work, device)
             except Exception as error:

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -52,14 +52,19 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A preset at a batch size, and the overhead over the bare f aimed at."""
+    """A preset at a batch size and a size of images, and the overhead over the bare f aimed at."""
 
     preset: str
     batch: int
     goal: float
+    size: tuple[int, int] = (32, 32)
 
 
-CASES = {"tiny": Case("mdeq_cifar_tiny", 128, 0.25), "large": Case("mdeq_cifar_large", 96, 0.10)}
+CASES = {
+    "tiny": Case("mdeq_cifar_tiny", 128, 0.25),
+    "large": Case("mdeq_cifar_large", 96, 0.10),
+    "camvid": Case("mdeq_camvid_small", 8, 0.10, (352, 480)),
+}
 
 
 # What is measured
@@ -79,9 +84,10 @@ class Bench:
         self.fused, self.compiled = fused, compiled
         if compiled:
             self.model.deq.compile_cell(dynamic=False)
-        images = torch.randn(case.batch, 3, 32, 32).to(device)
+        images = torch.randn(case.batch, 3, *case.size).to(device)
         self.images = images.contiguous(memory_format=layout)
-        self.labels = torch.randint(10, (case.batch,), device=device)
+        pixels = case.size if model.config.task == "segmentation" else ()
+        self.labels = torch.randint(10, (case.batch, *pixels), device=device)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
@@ -453,7 +459,7 @@ def main() -> None:
         "time": time.strftime("%Y-%m-%d %H:%M"),
     }
     print(header)
-    cases = {k: Case(c.preset, options.batch or c.batch, c.goal) for k, c in CASES.items()}
+    cases = {k: replace(c, batch=options.batch or c.batch) for k, c in CASES.items()}
     wanted = rows_of(cases, device, options)
     if options.tune:
         from benchmarks.kernels.group_norm_gpu import tuning_rows  # needs Triton

@@ -199,7 +199,7 @@ class PenaltyControl:
         far = residual / self.settings.keep if math.isfinite(residual) else math.inf
         change = min(max(far, 1 / self.FARTHEST), self.FARTHEST) ** 2
         # An equilibrium can be lost between a few looks: how near the residual is counts by itself as well.
-        least = max(self.settings.probability, min(far, self.FARTHEST) ** 3)
+        least = max(self.settings.probability, min(far, 1.0) ** 3)
         self.strength = min(max(self.strength * change, least), self.MOST)
 
     def state_dict(self) -> dict[str, Any]:

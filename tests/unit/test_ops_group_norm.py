@@ -13,6 +13,8 @@ from tests.kernels import BACKENDS, kernel_device, quiet_interpreter
 
 DEVICE = kernel_device()
 kernels = importlib.import_module("equipoise.ops.norm.triton")
+large = importlib.import_module("equipoise.ops.norm.triton_large")
+pieces = importlib.import_module("equipoise.ops.norm.triton_pieces")
 triton_residual = importlib.import_module("equipoise.ops.norm.triton_residual")
 pytestmark = quiet_interpreter
 
@@ -26,7 +28,8 @@ def _small_blocks(monkeypatch):
     for module in (kernels, triton_residual):
         monkeypatch.setattr(module, "BLOCK", 32)
         monkeypatch.setattr(module, "VJP_BLOCK", 32)
-    monkeypatch.setattr(kernels, "TOGETHER_BYTES", 16)
+    monkeypatch.setattr(large, "CHUNK", 32)
+    monkeypatch.setattr(pieces, "TOGETHER_BYTES", 16)
 
 
 def normal(*shape, dtype=torch.float32, layout="contiguous", scale=1.0, offset=0.0):

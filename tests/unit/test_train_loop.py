@@ -211,8 +211,8 @@ def test_a_penalty_that_keeps_a_residual_becomes_stronger_while_it_is_above(tmp_
     records = train_records(tmp_path)
     assert all("penalty_strength" not in records[step] for step in (1, 2))
     assert all(records[step]["forward"]["residual_p50"] > 2e-3 for step in range(3, 7))
-    assert [records[step]["penalty_strength"] for step in range(3, 7)] == pytest.approx([8.0, 10.0, 10.0, 10.0])
-    assert records[4]["penalty_weight"] == pytest.approx(0.8)
+    assert [records[step]["penalty_strength"] for step in range(3, 7)] == pytest.approx([1.0, 4.0, 10.0, 10.0])
+    assert records[5]["penalty_weight"] == pytest.approx(0.4)
 
 
 def test_an_equilibrium_that_is_being_lost_is_said_once(tmp_path, monkeypatch):

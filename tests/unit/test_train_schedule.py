@@ -226,8 +226,8 @@ def test_a_penalty_that_keeps_a_residual_follows_it():
         (0.03, 0.05),
         (0.05, 0.125),  # the cube of how near it is
         (0.1, 1.0),
-        (0.12, 1.728),
-        (0.15, 3.888),  # or the strength so far, times the square
+        (0.15, 2.25),  # the strength so far, times the square
+        (0.9, 9.0),  # four times at most
         (math.nan, 10.0),
         (math.inf, 10.0),
         (0.05, 2.5),

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of `group_norm`, and what those of `residual_norm` share with them."""
+"""The kernels of `group_norm` for groups that fit in registers, and which kernels a map takes."""
 
 from typing import Any
 
@@ -9,109 +9,29 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.ops._backend import apart, through_twin
-from equipoise.ops.norm import naive
+from equipoise.ops.norm import naive, triton_large
+from equipoise.ops.norm.triton_pieces import (
+    cotangent,
+    enlarging,
+    finish,
+    is_last,
+    laid_out,
+    moments,
+    over_groups,
+    place_of,
+    programs,
+    read,
+    read_channels,
+    read_moments,
+    rows_of,
+    sizes,
+    source_of,
+    warps,
+    write_moments,
+)
 
-# The most numbers that stay in registers, forward and in the VJP, and how many of a larger group are taken at a time.
-BLOCK, VJP_BLOCK, LOOP_BLOCK = 16384, 16384, 4096
-# Numbers per thread, and the most warps of a program.
-PER_THREAD, MOST_WARPS = 16, 16
-# With channels last, groups are taken together until this many bytes of a pixel are contiguous.
-TOGETHER_BYTES = 12
-
-
-# Pieces of kernels
-
-
-@triton.jit
-def channels_of(first, WIDTH: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
-    """The channels of a program, and which of them exist."""
-    row = tl.arange(0, ROWS)
-    return first * (TOGETHER * WIDTH) + row, row < TOGETHER * WIDTH
-
-
-@triton.jit
-def place_of(channel, pixel, CHANNELS: tl.constexpr, PIXELS: tl.constexpr, LAST: tl.constexpr):
-    """Where numbers of one sample are, (ROWS, COLUMNS)."""
-    if LAST:
-        return pixel[None, :] * CHANNELS + channel[:, None]
-    else:
-        return channel[:, None] * PIXELS + pixel[None, :]
-
-
-@triton.jit
-def read(place, inside):
-    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def rectified(x):
-    return tl.where(x <= 0.0, 0.0, x)  # a maximum would hide NaN
-
-
-@triton.jit
-def read_channels(ptr, channel, exists, otherwise, GIVEN: tl.constexpr):
-    """One number per channel, or a constant."""
-    if GIVEN:
-        return tl.load(ptr + channel, mask=exists, other=0.0).to(tl.float32)
-    else:
-        return tl.zeros([channel.shape[0]], dtype=tl.float32) + otherwise
-
-
-@triton.jit
-def over_groups(sums, channel, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """For each channel the sum over the channels of its group."""
-    if TOGETHER == 1:
-        return tl.zeros([channel.shape[0]], dtype=tl.float32) + tl.sum(sums, axis=0)
-    else:
-        group = channel // WIDTH
-        return tl.sum(tl.where(group[:, None] == group[None, :], sums[None, :], 0.0), axis=1)
-
-
-@triton.jit
-def update(x, inside, mean, spread, block):
-    """Welford's update of each lane's mean and squared deviations by its number in a later block."""
-    delta = tl.where(inside, x - mean, 0.0)
-    mean += delta / (block + 1.0)
-    return mean, spread + tl.where(inside, delta * (x - mean), 0.0)
-
-
-@triton.jit
-def moments(
-    mean,
-    spread,
-    channel,
-    exists,
-    eps,
-    PIXELS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Mean and 1/deviation of each channel's group from those of lanes."""
-    SIZE: tl.constexpr = WIDTH * PIXELS
-    column = tl.arange(0, COLUMNS)
-    seen = tl.where(column < PIXELS, (PIXELS - column + COLUMNS - 1) // COLUMNS, 0).to(tl.float32)[None, :]
-    middle = over_groups(tl.sum(mean * seen, axis=1), channel, WIDTH, TOGETHER) / SIZE
-    apart = tl.where(exists[:, None], mean - middle[:, None], 0.0)
-    total = over_groups(tl.sum(spread + seen * apart * apart, axis=1), channel, WIDTH, TOGETHER)
-    return middle, 1.0 / tl.sqrt(total / SIZE + eps)
-
-
-@triton.jit
-def read_moments(mean_ptr, rstd_ptr, sample, channel, exists, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    at = sample * (CHANNELS // WIDTH) + channel // WIDTH
-    return tl.load(mean_ptr + at, mask=exists, other=0.0), tl.load(rstd_ptr + at, mask=exists, other=0.0)
-
-
-@triton.jit
-def write_moments(mean_ptr, rstd_ptr, sample, channel, exists, mean, rstd, CHANNELS: tl.constexpr, WIDTH: tl.constexpr):
-    at = sample * (CHANNELS // WIDTH) + channel // WIDTH
-    leads = exists & (channel % WIDTH == 0)
-    tl.store(mean_ptr + at, mean, mask=leads)
-    tl.store(rstd_ptr + at, rstd, mask=leads)
-
-
-# The kernels
+# The most numbers that stay in registers, forward and in the VJP.
+BLOCK, VJP_BLOCK = 16384, 16384
 
 
 @triton.jit
@@ -140,9 +60,7 @@ def _forward(
     HAS_PLUS: tl.constexpr,
     RELU: tl.constexpr,
 ):
-    sample = (tl.program_id(0) // (CHANNELS // (WIDTH * TOGETHER))).to(tl.int64)
-    first = tl.program_id(0) % (CHANNELS // (WIDTH * TOGETHER))
-    channel, exists = channels_of(first, WIDTH, TOGETHER, ROWS)
+    sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     x_ptr += sample * (CHANNELS * PIXELS)
     plus_ptr += sample * (CHANNELS * LARGE_PIXELS)
     y_ptr += sample * (CHANNELS * LARGE_PIXELS)
@@ -150,88 +68,20 @@ def _forward(
     inside = exists[:, None] & (column < PIXELS)[None, :]
     at = place_of(channel, column, CHANNELS, PIXELS, LAST)
     x = read(x_ptr + at, inside)
-    means, spreads = x, tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        later = read(x_ptr + place_of(channel, pixel, CHANNELS, PIXELS, LAST), there)
-        means, spreads = update(later, there, means, spreads, block)
-    mean, rstd = moments(means, spreads, channel, exists, eps, PIXELS, WIDTH, TOGETHER, COLUMNS)
+    mean, spread = moments(x, inside, channel, WIDTH * PIXELS, WIDTH, TOGETHER)
+    rstd = 1.0 / tl.sqrt(spread / (WIDTH * PIXELS) + eps)
     write_moments(mean_ptr, rstd_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
     scale = rstd * read_channels(weight_ptr, channel, exists, 1.0, AFFINE)
     bias = read_channels(bias_ptr, channel, exists, 0.0, AFFINE)
     if FACTOR == 1:
-        _finish(x, mean, scale, bias, plus_ptr + at, y_ptr + at, inside, HAS_PLUS, RELU)
-        for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
-            pixel = block * COLUMNS + column
-            there = exists[:, None] & (pixel < PIXELS)[None, :]
-            at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-            _finish(read(x_ptr + at, there), mean, scale, bias, plus_ptr + at, y_ptr + at, there, HAS_PLUS, RELU)
+        finish(x, mean, scale, bias, plus_ptr + at, y_ptr + at, inside, HAS_PLUS, RELU)
     else:
-        for start in range(0, LARGE_PIXELS, LARGE_COLUMNS):
-            large = start + tl.arange(0, LARGE_COLUMNS)
-            source = large // LARGE_ACROSS // FACTOR * ACROSS + large % LARGE_ACROSS // FACTOR
-            reached = exists[:, None] & (large < LARGE_PIXELS)[None, :]
-            target = place_of(channel, large, CHANNELS, LARGE_PIXELS, LAST)
-            copied = read(x_ptr + place_of(channel, source, CHANNELS, PIXELS, LAST), reached)
-            _finish(copied, mean, scale, bias, plus_ptr + target, y_ptr + target, reached, HAS_PLUS, RELU)
-
-
-@triton.jit
-def _finish(x, mean, scale, bias, plus_place, y_place, inside, HAS_PLUS: tl.constexpr, RELU: tl.constexpr):
-    y = (x - mean[:, None]) * scale[:, None] + bias[:, None]
-    if HAS_PLUS:
-        y += read(plus_place, inside)
-    if RELU:
-        y = rectified(y)
-    tl.store(y_place, y, mask=inside)
-
-
-@triton.jit
-def _cotangent(
-    dy_ptr,
-    y_ptr,
-    dplus_ptr,
-    channel,
-    pixel,
-    inside,
-    CHANNELS: tl.constexpr,
-    PIXELS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    LARGE_PIXELS: tl.constexpr,
-    LARGE_ACROSS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    COPIES: tl.constexpr,
-    LAST: tl.constexpr,
-    BY_RESULT: tl.constexpr,
-    WRITES_PLUS: tl.constexpr,
-):
-    """The cotangent of the normalised map: that of the result, where it is not rectified, summed over equal pixels."""
-    if FACTOR == 1:
-        at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        dy = read(dy_ptr + at, inside)
-        if BY_RESULT:
-            dy = tl.where(read(y_ptr + at, inside) <= 0.0, 0.0, dy)
-        if WRITES_PLUS:
-            tl.store(dplus_ptr + at, dy, mask=inside)
-        return dy
-    else:
-        step = tl.arange(0, COPIES)[None, :]
-        row = (pixel // ACROSS * FACTOR)[:, None] + step // FACTOR
-        across = (pixel % ACROSS * FACTOR)[:, None] + step % FACTOR
-        large = row * LARGE_ACROSS + across
-        exists = (step < FACTOR * FACTOR) & (across < LARGE_ACROSS) & (large < LARGE_PIXELS)
-        there = inside[:, :, None] & exists[None, :, :]
-        if LAST:
-            at = large[None, :, :] * CHANNELS + channel[:, None, None]
-        else:
-            at = channel[:, None, None] * LARGE_PIXELS + large[None, :, :]
-        dy = read(dy_ptr + at, there)
-        if BY_RESULT:
-            dy = tl.where(read(y_ptr + at, there) <= 0.0, 0.0, dy)
-        if WRITES_PLUS:
-            tl.store(dplus_ptr + at, dy, mask=there)
-        return tl.sum(dy, axis=2)
+        large = tl.arange(0, LARGE_COLUMNS)
+        inside = exists[:, None] & (large < LARGE_PIXELS)[None, :]
+        source = source_of(large, ACROSS, LARGE_ACROSS, FACTOR)
+        copied = read(x_ptr + place_of(channel, source, CHANNELS, PIXELS, LAST), inside)
+        at = place_of(channel, large, CHANNELS, LARGE_PIXELS, LAST)
+        finish(copied, mean, scale, bias, plus_ptr + at, y_ptr + at, inside, HAS_PLUS, RELU)
 
 
 @triton.jit
@@ -267,9 +117,7 @@ def _backward(
 ):
     """dx = (w·dy − ⟨w·dy⟩ − x̂⟨w·dy·x̂⟩)/deviation, ⟨⟩ the mean over a group, x̂ = (x − mean)/deviation."""
     SIZE: tl.constexpr = WIDTH * PIXELS
-    sample = (tl.program_id(0) // (CHANNELS // (WIDTH * TOGETHER))).to(tl.int64)
-    first = tl.program_id(0) % (CHANNELS // (WIDTH * TOGETHER))
-    channel, exists = channels_of(first, WIDTH, TOGETHER, ROWS)
+    sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     x_ptr += sample * (CHANNELS * PIXELS)
     dx_ptr += sample * (CHANNELS * PIXELS)
     y_ptr += sample * (CHANNELS * LARGE_PIXELS)
@@ -282,27 +130,13 @@ def _backward(
     inside = exists[:, None] & (column < PIXELS)[None, :]
     at = place_of(channel, column, CHANNELS, PIXELS, LAST)
     xhat = (read(x_ptr + at, inside) - mean[:, None]) * rstd[:, None]
-    dy = _cotangent(
+    dy = cotangent(
         dy_ptr, y_ptr, dplus_ptr, channel, column, inside,
         CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
     )  # fmt: skip
     if RELU:
         dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
-    plain, product = dy, dy * xhat
-    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        later = read(x_ptr + place_of(channel, pixel, CHANNELS, PIXELS, LAST), there)
-        later = (later - mean[:, None]) * rstd[:, None]
-        dlater = _cotangent(
-            dy_ptr, y_ptr, dplus_ptr, channel, pixel, there,
-            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
-        )  # fmt: skip
-        if RELU:
-            dlater = tl.where(later * weight[:, None] + bias[:, None] <= 0.0, 0.0, dlater)
-        plain += dlater
-        product += dlater * later
-    dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
+    dbias, dweight = tl.sum(dy, axis=1), tl.sum(dy * xhat, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_ptr + sample * CHANNELS + channel, dbias, mask=exists)
@@ -310,67 +144,6 @@ def _backward(
     slope = (over_groups(weight * dweight, channel, WIDTH, TOGETHER) / SIZE)[:, None]
     dx = (dy * weight[:, None] - level - xhat * slope) * rstd[:, None]
     tl.store(dx_ptr + at, dx, mask=inside)
-    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        xhat = (read(x_ptr + at, there) - mean[:, None]) * rstd[:, None]
-        dy = _cotangent(
-            dy_ptr, y_ptr, dplus_ptr, channel, pixel, there,
-            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, False,
-        )  # fmt: skip
-        if RELU:
-            dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
-        dx = (dy * weight[:, None] - level - xhat * slope) * rstd[:, None]
-        tl.store(dx_ptr + at, dx, mask=there)
-
-
-# Their launches
-
-
-def is_last(x: Tensor) -> bool:
-    """Whether channels are last in memory."""
-    return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
-
-
-def laid_out(x: Tensor, last: bool) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-
-
-def sizes(shape: torch.Size, groups: int, last: bool, itemsize: int, block: int, copies: int = 1) -> dict[str, int]:
-    """How maps (N, C, H, W) are cut, each pixel of which stands for so many copies."""
-    channels, pixels = shape[1], shape[2] * shape[3]
-    width, together = channels // groups, 1
-    while last and together * width * itemsize < TOGETHER_BYTES and groups % (2 * together) == 0:
-        together *= 2
-    rows = triton.next_power_of_2(together * width)
-    columns = triton.next_power_of_2(pixels)
-    if rows * columns * copies > block:
-        columns = min(columns, max(1, min(block, LOOP_BLOCK) // (rows * copies)))
-    return {
-        "CHANNELS": channels,
-        "PIXELS": pixels,
-        "WIDTH": width,
-        "TOGETHER": together,
-        "ROWS": rows,
-        "COLUMNS": columns,
-        "LAST": last,
-        "num_warps": warps(rows * columns * copies),
-    }
-
-
-def warps(numbers: int) -> int:
-    """Of a program that takes so many numbers at a time."""
-    return max(1, min(MOST_WARPS, numbers // (32 * PER_THREAD)))
-
-
-def programs(shape: torch.Size, cut: dict[str, int]) -> tuple[int]:
-    return (shape[0] * (cut["CHANNELS"] // (cut["WIDTH"] * cut["TOGETHER"])),)
-
-
-def _enlarging(x: Tensor, large: torch.Size, enlarge: int) -> dict[str, int]:
-    """What a kernel has to know of the larger map."""
-    return {"ACROSS": x.shape[3], "LARGE_PIXELS": large[2] * large[3], "LARGE_ACROSS": large[3], "FACTOR": enlarge}
 
 
 def norm(
@@ -390,27 +163,17 @@ def norm(
     like = x if plus is None else laid_out(plus, last)
     y = torch.empty_like(like, dtype=dtype)
     mean, rstd = (x.new_empty((len(x), groups), dtype=torch.float32) for _ in range(2))
-    cut = sizes(x.shape, groups, last, x.element_size(), BLOCK)
-    columns = cut["COLUMNS"]
-    if enlarge > 1:
-        columns = min(triton.next_power_of_2(y.shape[2] * y.shape[3]), max(1, LOOP_BLOCK // cut["ROWS"]))
+    larger = y.shape[2] * y.shape[3] if enlarge > 1 else 1
+    cut, chunks = sizes(x.shape, groups, last, x.element_size(), BLOCK, large_pixels=larger)
+    given = (x, x if weight is None else weight, x if bias is None else bias, like)  # what is None is not read
+    flags = enlarging(x, y.shape, enlarge)
+    flags |= {"AFFINE": weight is not None, "HAS_PLUS": plus is not None, "RELU": relu}
+    if chunks is not None:
+        triton_large.norm(*given, y, mean, rstd, eps, flags, cut, chunks)
+    else:
+        columns = triton.next_power_of_2(larger)
         cut["num_warps"] = max(cut["num_warps"], warps(cut["ROWS"] * columns))
-    _forward[programs(x.shape, cut)](
-        x,
-        x if weight is None else weight,  # what is None is neither read nor written
-        x if bias is None else bias,
-        like,
-        y,
-        mean,
-        rstd,
-        eps,
-        **_enlarging(x, y.shape, enlarge),
-        LARGE_COLUMNS=columns,
-        AFFINE=weight is not None,
-        HAS_PLUS=plus is not None,
-        RELU=relu,
-        **cut,
-    )
+        _forward[programs(x.shape, cut)](*given, y, mean, rstd, eps, LARGE_COLUMNS=columns, **flags, **cut)
     return y, mean, rstd
 
 
@@ -440,30 +203,28 @@ def norm_vjp(
     x, dy = laid_out(x, last), laid_out(dy, last)
     dx = torch.empty_like(x)
     dplus = None if plus is None else torch.empty_like(dy, dtype=plus)
-    dweight, dbias = (mean.new_empty((len(x), x.shape[1])) for _ in range(2)) if affine else (None, None)
     copies = triton.next_power_of_2(enlarge * enlarge)
-    cut = sizes(x.shape, mean.shape[1], last, x.element_size(), VJP_BLOCK, copies)
-    _backward[programs(x.shape, cut)](
-        x,
-        x if y is None else laid_out(y, last),  # what is None is neither read nor written
-        x if weight is None else weight,
-        x if bias is None else bias,
-        mean,
-        rstd,
-        dy,
-        dx,
-        dx if dplus is None else dplus,
-        mean if dweight is None else dweight,
-        mean if dbias is None else dbias,
-        **_enlarging(x, dy.shape, enlarge),
-        COPIES=copies,
-        AFFINE=weight is not None,
-        RELU=relu and y is None,
-        BY_RESULT=relu and y is not None,
-        WRITES_PLUS=plus is not None,
-        WRITES_AFFINE=affine,
-        **cut,
-    )
+    cut, chunks = sizes(x.shape, mean.shape[1], last, x.element_size(), VJP_BLOCK, copies)
+    # What is None is neither read nor written.
+    given = (x, x if y is None else laid_out(y, last), x if weight is None else weight, x if bias is None else bias)
+    written = (dx, dx if dplus is None else dplus)
+    flags = enlarging(x, dy.shape, enlarge)
+    flags |= {
+        "COPIES": copies,
+        "AFFINE": weight is not None,
+        "RELU": relu and y is None,
+        "BY_RESULT": relu and y is not None,
+        "WRITES_PLUS": plus is not None,
+        "WRITES_AFFINE": affine,
+    }
+    if chunks is not None:
+        sums = triton_large.norm_vjp(*given, mean, rstd, dy, *written, flags, cut, chunks)
+    else:
+        sums = mean.new_empty((2, *x.shape[:2])) if affine else None
+        _backward[programs(x.shape, cut)](
+            *given, mean, rstd, dy, *written, *((mean, mean) if sums is None else sums), **flags, **cut
+        )
+    dweight, dbias = (None, None) if sums is None else sums
     return dx, dweight, dbias, dplus
 
 

@@ -10,43 +10,29 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.ops._backend import apart, through_twin
-from equipoise.ops.norm import naive
-from equipoise.ops.norm.triton import (
-    channels_of,
+from equipoise.ops.norm import naive, triton_residual_large
+from equipoise.ops.norm.triton_pieces import (
+    activation,
+    added,
+    again,
     is_last,
     laid_out,
     moments,
     over_groups,
     place_of,
     programs,
-    read,
     read_channels,
     read_moments,
-    rectified,
+    rows_of,
     sizes,
-    update,
+    total_cotangent,
+    write_cotangents,
     write_moments,
 )
 
 # The most numbers that stay in registers, forward and in the VJP.
 BLOCK, VJP_BLOCK = 8192, 8192
 MOST_COTANGENTS = 4  # that the kernel of the VJP adds up
-
-
-@triton.jit
-def _sum(t_ptr, x_ptr, factor, at, inside, HAS_X: tl.constexpr):
-    """u, zero outside."""
-    u = read(t_ptr + at, inside) * factor[:, None]
-    if HAS_X:
-        u += read(x_ptr + at, inside)
-    return u
-
-
-@triton.jit
-def _activation(u, mean, scale, bias, z_ptr, at, inside):
-    """relu(v), zero outside."""
-    v = (u - mean[:, None]) * scale[:, None] + bias[:, None] + read(z_ptr + at, inside)
-    return tl.where(inside, rectified(v), 0.0)
 
 
 @triton.jit
@@ -78,10 +64,8 @@ def _forward(
     AFFINE_IN: tl.constexpr,
     AFFINE_OUT: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (PIXELS + COLUMNS - 1) // COLUMNS
-    sample = (tl.program_id(0) // (CHANNELS // (WIDTH * TOGETHER))).to(tl.int64)
-    first = tl.program_id(0) % (CHANNELS // (WIDTH * TOGETHER))
-    channel, exists = channels_of(first, WIDTH, TOGETHER, ROWS)
+    SIZE: tl.constexpr = WIDTH * PIXELS
+    sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     t_ptr += sample * (CHANNELS * PIXELS)
     x_ptr += sample * (CHANNELS * PIXELS)
     z_ptr += sample * (CHANNELS * PIXELS)
@@ -90,86 +74,19 @@ def _forward(
     column = tl.arange(0, COLUMNS)
     inside = exists[:, None] & (column < PIXELS)[None, :]
     at = place_of(channel, column, CHANNELS, PIXELS, LAST)
-    zeros = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
-
-    u = _sum(t_ptr, x_ptr, factor, at, inside, HAS_X)
-    means, spreads = u, zeros
-    for block in range(1, BLOCKS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        later = _sum(t_ptr, x_ptr, factor, place_of(channel, pixel, CHANNELS, PIXELS, LAST), there, HAS_X)
-        means, spreads = update(later, there, means, spreads, block)
-    mean_in, rstd = moments(means, spreads, channel, exists, eps_in, PIXELS, WIDTH, TOGETHER, COLUMNS)
-    write_moments(mean_in_ptr, rstd_in_ptr, sample, channel, exists, mean_in, rstd, CHANNELS, WIDTH)
-    scale_in = rstd * read_channels(weight_in_ptr, channel, exists, 1.0, AFFINE_IN)
-    bias_in = read_channels(bias_in_ptr, channel, exists, 0.0, AFFINE_IN)
-
-    v = _activation(u, mean_in, scale_in, bias_in, z_ptr, at, inside)
-    means, spreads = v, zeros
-    for block in range(1, BLOCKS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        later = _sum(t_ptr, x_ptr, factor, place, there, HAS_X)
-        later = _activation(later, mean_in, scale_in, bias_in, z_ptr, place, there)
-        means, spreads = update(later, there, means, spreads, block)
-    mean, rstd = moments(means, spreads, channel, exists, eps_out, PIXELS, WIDTH, TOGETHER, COLUMNS)
+    u = added(t_ptr, x_ptr, factor, at, inside, HAS_X)
+    mean, spread = moments(u, inside, channel, SIZE, WIDTH, TOGETHER)
+    rstd = 1.0 / tl.sqrt(spread / SIZE + eps_in)
+    write_moments(mean_in_ptr, rstd_in_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
+    scale = rstd * read_channels(weight_in_ptr, channel, exists, 1.0, AFFINE_IN)
+    bias = read_channels(bias_in_ptr, channel, exists, 0.0, AFFINE_IN)
+    v = activation(u, mean, scale, bias, z_ptr, at, inside)
+    mean, spread = moments(v, inside, channel, SIZE, WIDTH, TOGETHER)
+    rstd = 1.0 / tl.sqrt(spread / SIZE + eps_out)
     write_moments(mean_out_ptr, rstd_out_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
     scale = rstd * read_channels(weight_out_ptr, channel, exists, 1.0, AFFINE_OUT)
     bias = read_channels(bias_out_ptr, channel, exists, 0.0, AFFINE_OUT)
-
     tl.store(y_ptr + at, (v - mean[:, None]) * scale[:, None] + bias[:, None], mask=inside)
-    for block in range(1, BLOCKS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        later = _sum(t_ptr, x_ptr, factor, place, there, HAS_X)
-        later = _activation(later, mean_in, scale_in, bias_in, z_ptr, place, there)
-        tl.store(y_ptr + place, (later - mean[:, None]) * scale[:, None] + bias[:, None], mask=there)
-
-
-@triton.jit
-def _again(
-    t_ptr,
-    x_ptr,
-    z_ptr,
-    factor,
-    mean_in,
-    rstd_in,
-    weight_in,
-    bias_in,
-    mean_out,
-    rstd_out,
-    at,
-    inside,
-    HAS_X: tl.constexpr,
-):
-    """What the VJP needs of the forward pass: û, where relu(v) is constant, and relu(v) normalised."""
-    u = (_sum(t_ptr, x_ptr, factor, at, inside, HAS_X) - mean_in[:, None]) * rstd_in[:, None]
-    v = u * weight_in[:, None] + bias_in[:, None] + read(z_ptr + at, inside)
-    w = (rectified(v) - mean_out[:, None]) * rstd_out[:, None]
-    return u, (v <= 0.0) | (inside == 0), w
-
-
-@triton.jit
-def _total(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, at, inside, COTANGENTS: tl.constexpr):
-    """The sum of all cotangents of the result."""
-    dy = read(dy_ptr + at, inside)
-    if COTANGENTS > 1:
-        dy += read(dy2_ptr + at, inside)
-    if COTANGENTS > 2:
-        dy += read(dy3_ptr + at, inside)
-    if COTANGENTS > 3:
-        dy += read(dy4_ptr + at, inside)
-    return dy
-
-
-@triton.jit
-def _write(du, dv, factor, dt_ptr, dz_ptr, dx_ptr, at, inside, WRITES_X: tl.constexpr):
-    tl.store(dz_ptr + at, dv, mask=inside)
-    tl.store(dt_ptr + at, du * factor[:, None], mask=inside)
-    if WRITES_X:
-        tl.store(dx_ptr + at, du, mask=inside)
 
 
 @triton.jit
@@ -214,10 +131,7 @@ def _backward(
 ):
     """Through the outer normalisation to dv, which is dz, then through the inner one to du."""
     SIZE: tl.constexpr = WIDTH * PIXELS
-    BLOCKS: tl.constexpr = (PIXELS + COLUMNS - 1) // COLUMNS
-    sample = (tl.program_id(0) // (CHANNELS // (WIDTH * TOGETHER))).to(tl.int64)
-    first = tl.program_id(0) % (CHANNELS // (WIDTH * TOGETHER))
-    channel, exists = channels_of(first, WIDTH, TOGETHER, ROWS)
+    sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     origin = sample * (CHANNELS * PIXELS)
     t_ptr, z_ptr, x_ptr = t_ptr + origin, z_ptr + origin, x_ptr + origin
     dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr = dy_ptr + origin, dy2_ptr + origin, dy3_ptr + origin, dy4_ptr + origin
@@ -232,64 +146,26 @@ def _backward(
     inside = exists[:, None] & (column < PIXELS)[None, :]
     at = place_of(channel, column, CHANNELS, PIXELS, LAST)
 
-    u, flat, w = _again(
+    u, flat, w = again(
         t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, at, inside, HAS_X
     )
-    dy = _total(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, at, inside, COTANGENTS)
-    plain, product = dy, dy * w
-    for block in range(1, BLOCKS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        _, _, w_later = _again(
-            t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
-        )
-        dlater = _total(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
-        plain += dlater
-        product += dlater * w_later
-    dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
+    dy = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, at, inside, COTANGENTS)
+    dbias, dweight = tl.sum(dy, axis=1), tl.sum(dy * w, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_out_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_out_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level_out = over_groups(weight_out * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    slope_out = over_groups(weight_out * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
-
-    dv = (dy * weight_out[:, None] - level_out - w * slope_out) * rstd_out[:, None]
+    level = over_groups(weight_out * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    slope = over_groups(weight_out * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    dv = (dy * weight_out[:, None] - level - w * slope) * rstd_out[:, None]
     dv = tl.where(flat, 0.0, dv)
-    plain, product = dv, dv * u
-    for block in range(1, BLOCKS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        u_later, flat_later, w_later = _again(
-            t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
-        )
-        dlater = _total(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
-        dlater = dlater * weight_out[:, None] - level_out - w_later * slope_out
-        dlater = tl.where(flat_later, 0.0, dlater * rstd_out[:, None])
-        plain += dlater
-        product += dlater * u_later
-    dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
+    dbias, dweight = tl.sum(dv, axis=1), tl.sum(dv * u, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_in_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_in_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level_in = over_groups(weight_in * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    slope_in = over_groups(weight_in * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
-
-    du = (dv * weight_in[:, None] - level_in - u * slope_in) * rstd_in[:, None]
-    _write(du, dv, factor, dt_ptr, dz_ptr, dx_ptr, at, inside, WRITES_X)
-    for block in range(1, BLOCKS):
-        pixel = block * COLUMNS + column
-        there = exists[:, None] & (pixel < PIXELS)[None, :]
-        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        u_later, flat_later, w_later = _again(
-            t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
-        )
-        dlater = _total(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
-        dlater = dlater * weight_out[:, None] - level_out - w_later * slope_out
-        dlater = tl.where(flat_later, 0.0, dlater * rstd_out[:, None])
-        du = (dlater * weight_in[:, None] - level_in - u_later * slope_in) * rstd_in[:, None]
-        _write(du, dlater, factor, dt_ptr, dz_ptr, dx_ptr, place, there, WRITES_X)
+    level = over_groups(weight_in * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    slope = over_groups(weight_in * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    du = (dv * weight_in[:, None] - level - u * slope) * rstd_in[:, None]
+    write_cotangents(du, dv, factor, dt_ptr, dz_ptr, dx_ptr, at, inside, WRITES_X)
 
 
 def residual(
@@ -307,17 +183,12 @@ def residual(
     t, z = laid_out(t, last), laid_out(z, last)
     y = torch.empty_like(t, dtype=dtype)
     saved = t.new_empty((4, len(t), groups), dtype=torch.float32)
-    cut = sizes(t.shape, groups, last, t.element_size(), BLOCK)
-    _forward[programs(t.shape, cut)](
-        t,
-        z,
-        *_given(t, mask, x, weights, last),
-        y,
-        *saved,
-        *eps,
-        **_flags(mask, x, weights),
-        **cut,
-    )
+    cut, chunks = sizes(t.shape, groups, last, t.element_size(), BLOCK)
+    given, flags = (t, z, *_given(t, mask, x, weights, last)), _flags(mask, x, weights)
+    if chunks is not None:
+        triton_residual_large.residual(given, y, saved, eps, flags, cut, chunks)
+    else:
+        _forward[programs(t.shape, cut)](*given, y, *saved, *eps, **flags, **cut)
     return y, saved
 
 
@@ -343,25 +214,17 @@ def residual_vjp(
     dt, dz = torch.empty_like(t), torch.empty_like(z)
     shared = x is not None and mask is None and x.dtype == t.dtype
     dx = dt if shared else None if x is None else torch.empty_like(t, dtype=x.dtype)
-    dweights = saved.new_empty((4, *t.shape[:2])) if affine else None
-    cut = sizes(t.shape, saved.shape[2], last, t.element_size(), VJP_BLOCK)
-    _backward[programs(t.shape, cut)](
-        t,
-        z,
-        *_given(t, mask, x, weights, last),
-        *saved,
-        *dy,
-        *dy[:1] * (MOST_COTANGENTS - len(dy)),  # not read
-        dt,
-        dz,
-        dt if dx is None else dx,  # not written
-        *(saved if dweights is None else dweights),
-        **_flags(mask, x, weights),
-        COTANGENTS=len(dy),
-        WRITES_X=x is not None and not shared,
-        WRITES_AFFINE=affine,
-        **cut,
-    )
+    cut, chunks = sizes(t.shape, saved.shape[2], last, t.element_size(), VJP_BLOCK)
+    given = (t, z, *_given(t, mask, x, weights, last), *saved, *dy, *dy[:1] * (MOST_COTANGENTS - len(dy)))
+    written = (dt, dz, dt if dx is None else dx)  # dx only if it has a place of its own
+    flags = _flags(mask, x, weights) | {"COTANGENTS": len(dy), "WRITES_AFFINE": affine}
+    flags["WRITES_X"] = x is not None and not shared
+    if chunks is not None:
+        dweights = triton_residual_large.residual_vjp(given, written, flags, cut, chunks)
+    else:
+        dweights = saved.new_empty((4, *t.shape[:2])) if affine else None
+        places = saved if dweights is None else dweights  # not written if not wanted
+        _backward[programs(t.shape, cut)](*given, *written, *places, **flags, **cut)
     return dt, dz, dx, dweights
 
 
@@ -373,7 +236,7 @@ def _given(
     return [mask, x, *(t if weight is None else weight for weight in weights)]
 
 
-def _flags(mask: Tensor | None, x: Tensor | None, weights: Sequence[Tensor | None]) -> dict[str, bool]:
+def _flags(mask: Tensor | None, x: Tensor | None, weights: Sequence[Tensor | None]) -> dict[str, int]:
     given = {"HAS_MASK": mask, "HAS_X": x, "AFFINE_IN": weights[0], "AFFINE_OUT": weights[2]}
     return {name: tensor is not None for name, tensor in given.items()}
 
