@@ -10,8 +10,8 @@ from torch import Tensor
 
 from equipoise._tape import tape_for
 from equipoise.ops.norm import triton as kernels
-from equipoise.ops.norm import triton_large, triton_residual
 from equipoise.ops.norm import triton_pieces as pieces
+from equipoise.ops.norm import triton_residual
 
 REPEATS, ROUNDS = 20, 5
 # Name, shape, groups and operation: of the finest resolution of TINY at batch 128, of LARGE at
@@ -65,7 +65,7 @@ def _row(device: torch.device, shape: tuple[int, ...], groups: int, operation: s
         for module in (kernels, triton_residual):
             module.BLOCK = module.VJP_BLOCK = block
         pieces.CHUNK, pieces.PER_THREAD, pieces.TOGETHER_BYTES = chunk, per_thread, together
-        pieces.CHUNK_BYTES, triton_large.CHUNK = max(32, together), chunk
+        pieces.CHUNK_BYTES, kernels.CHUNK = max(32, together), chunk
         for name, work in (("forward", forward), ("vjp", backward)):
             key = f"{name} {block} {chunk} {per_thread}" + (f" {together} B" if last else "")
             try:

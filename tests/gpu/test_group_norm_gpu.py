@@ -25,6 +25,7 @@ SIZES = [
     (4, 1280, 8, 4, 4),
     (2, 32, 4, 56, 56),
     (2, 40, 8, 90, 61),
+    (66, 160, 8, 32, 32),  # groups that do not fit in registers, but many
     (3, 6, 2, 7, 1),
 ]
 

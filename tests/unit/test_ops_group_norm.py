@@ -13,7 +13,6 @@ from tests.kernels import BACKENDS, kernel_device, quiet_interpreter
 
 DEVICE = kernel_device()
 kernels = importlib.import_module("equipoise.ops.norm.triton")
-large = importlib.import_module("equipoise.ops.norm.triton_large")
 pieces = importlib.import_module("equipoise.ops.norm.triton_pieces")
 triton_residual = importlib.import_module("equipoise.ops.norm.triton_residual")
 pytestmark = quiet_interpreter
@@ -23,13 +22,14 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "last": torch.channels_last}
 SIZES = [(2, 6, 2, 5, 3), (1, 4, 2, 1, 1), (1, 5, 1, 2, 2), (1, 12, 4, 3, 3)]
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
+@pytest.fixture(autouse=True, params=["whole groups", "chunks"])
+def _small_blocks(monkeypatch, request):
     for module in (kernels, triton_residual):
         monkeypatch.setattr(module, "BLOCK", 32)
         monkeypatch.setattr(module, "VJP_BLOCK", 32)
-    monkeypatch.setattr(large, "CHUNK", 32)
+    monkeypatch.setattr(kernels, "CHUNK", 32)
     monkeypatch.setattr(pieces, "TOGETHER_BYTES", 16)
+    monkeypatch.setattr(pieces, "FEW_PROGRAMS", 0 if request.param == "whole groups" else 512)
 
 
 def normal(*shape, dtype=torch.float32, layout="contiguous", scale=1.0, offset=0.0):

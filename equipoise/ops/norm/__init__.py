@@ -32,8 +32,8 @@ def group_norm(
     `enlarged` repeats every pixel in both directions and crops the result to the size of `plus`. Computed in float32
     (float64 for such maps) and rounded once, on writing, whatever autocast says. The kernel has one program per sample
     and group, keeps a group in registers if it fits, and saves x, mean and deviation for its VJP, with `plus` and
-    `relu` the result too; a second derivative goes through the plain twin. Forward mode and torch.func get the twin,
-    and inside torch.compile it is traced.
+    `relu` the result too; few large groups are cut into chunks, each a program's, by two kernels. A second derivative
+    goes through the plain twin. Forward mode and torch.func get the twin, and inside torch.compile it is traced.
 
     Bytes moved per element, with sizes x, p, y of the dtypes: x (and p) read and y written; VJP x and y (and y once
     more for `relu` with `plus`) read and x (and p) written. A group that does not fit is read twice, mostly from cache.
@@ -86,8 +86,9 @@ def residual_norm(
 ) -> tuple[Tensor, ...]:
     """What ends a residual block: GN_outer(relu(GN_inner(mask·t + x) + z)), both over the same groups of channels.
 
-    One kernel forward and one for the VJP, as in `group_norm`; saved are the arguments and four numbers per group. Who
-    uses the result in several places asks for as many: the kernel of the VJP then adds up their cotangents on reading.
+    One kernel forward and one for the VJP, as in `group_norm`, three for few large groups; saved are the arguments and
+    four numbers per group. Who uses the result in several places asks for as many: the kernel of the VJP then adds up
+    their cotangents on reading.
 
     Bytes moved per element, with sizes t, x, z, y of the dtypes: t + x + z read, y written; VJP t + x + z + y read,
     t + z (and x) written.

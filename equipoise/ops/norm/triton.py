@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of `group_norm` for groups that fit in registers, and which kernels a map takes."""
+"""The kernels of `group_norm` whose programs take whole groups, and which kernels a map takes."""
 
 from typing import Any
 
@@ -11,12 +11,13 @@ from torch import Tensor
 from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.norm import naive, triton_large
 from equipoise.ops.norm.triton_pieces import (
+    CHUNK,
     cotangent,
     enlarging,
     finish,
     is_last,
     laid_out,
-    moments,
+    moments_of_lanes,
     over_groups,
     place_of,
     programs,
@@ -26,6 +27,7 @@ from equipoise.ops.norm.triton_pieces import (
     rows_of,
     sizes,
     source_of,
+    update,
     warps,
     write_moments,
 )
@@ -68,20 +70,31 @@ def _forward(
     inside = exists[:, None] & (column < PIXELS)[None, :]
     at = place_of(channel, column, CHANNELS, PIXELS, LAST)
     x = read(x_ptr + at, inside)
-    mean, spread = moments(x, inside, channel, WIDTH * PIXELS, WIDTH, TOGETHER)
-    rstd = 1.0 / tl.sqrt(spread / (WIDTH * PIXELS) + eps)
+    means, spreads = x, tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        later = read(x_ptr + place_of(channel, pixel, CHANNELS, PIXELS, LAST), there)
+        means, spreads = update(later, there, means, spreads, block)
+    mean, rstd = moments_of_lanes(means, spreads, channel, exists, eps, PIXELS, WIDTH, TOGETHER, COLUMNS)
     write_moments(mean_ptr, rstd_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
     scale = rstd * read_channels(weight_ptr, channel, exists, 1.0, AFFINE)
     bias = read_channels(bias_ptr, channel, exists, 0.0, AFFINE)
     if FACTOR == 1:
         finish(x, mean, scale, bias, plus_ptr + at, y_ptr + at, inside, HAS_PLUS, RELU)
+        for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
+            pixel = block * COLUMNS + column
+            there = exists[:, None] & (pixel < PIXELS)[None, :]
+            at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+            finish(read(x_ptr + at, there), mean, scale, bias, plus_ptr + at, y_ptr + at, there, HAS_PLUS, RELU)
     else:
-        large = tl.arange(0, LARGE_COLUMNS)
-        inside = exists[:, None] & (large < LARGE_PIXELS)[None, :]
-        source = source_of(large, ACROSS, LARGE_ACROSS, FACTOR)
-        copied = read(x_ptr + place_of(channel, source, CHANNELS, PIXELS, LAST), inside)
-        at = place_of(channel, large, CHANNELS, LARGE_PIXELS, LAST)
-        finish(copied, mean, scale, bias, plus_ptr + at, y_ptr + at, inside, HAS_PLUS, RELU)
+        for start in range(0, LARGE_PIXELS, LARGE_COLUMNS):
+            large = start + tl.arange(0, LARGE_COLUMNS)
+            source = source_of(large, ACROSS, LARGE_ACROSS, FACTOR)
+            reached = exists[:, None] & (large < LARGE_PIXELS)[None, :]
+            target = place_of(channel, large, CHANNELS, LARGE_PIXELS, LAST)
+            copied = read(x_ptr + place_of(channel, source, CHANNELS, PIXELS, LAST), reached)
+            finish(copied, mean, scale, bias, plus_ptr + target, y_ptr + target, reached, HAS_PLUS, RELU)
 
 
 @triton.jit
@@ -136,7 +149,21 @@ def _backward(
     )  # fmt: skip
     if RELU:
         dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
-    dbias, dweight = tl.sum(dy, axis=1), tl.sum(dy * xhat, axis=1)
+    plain, product = dy, dy * xhat
+    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        later = read(x_ptr + place_of(channel, pixel, CHANNELS, PIXELS, LAST), there)
+        later = (later - mean[:, None]) * rstd[:, None]
+        dlater = cotangent(
+            dy_ptr, y_ptr, dplus_ptr, channel, pixel, there,
+            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
+        )  # fmt: skip
+        if RELU:
+            dlater = tl.where(later * weight[:, None] + bias[:, None] <= 0.0, 0.0, dlater)
+        plain += dlater
+        product += dlater * later
+    dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_ptr + sample * CHANNELS + channel, dbias, mask=exists)
@@ -144,6 +171,19 @@ def _backward(
     slope = (over_groups(weight * dweight, channel, WIDTH, TOGETHER) / SIZE)[:, None]
     dx = (dy * weight[:, None] - level - xhat * slope) * rstd[:, None]
     tl.store(dx_ptr + at, dx, mask=inside)
+    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+        xhat = (read(x_ptr + at, there) - mean[:, None]) * rstd[:, None]
+        dy = cotangent(
+            dy_ptr, y_ptr, dplus_ptr, channel, pixel, there,
+            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, False,
+        )  # fmt: skip
+        if RELU:
+            dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
+        dx = (dy * weight[:, None] - level - xhat * slope) * rstd[:, None]
+        tl.store(dx_ptr + at, dx, mask=there)
 
 
 def norm(
@@ -168,10 +208,12 @@ def norm(
     given = (x, x if weight is None else weight, x if bias is None else bias, like)  # what is None is not read
     flags = enlarging(x, y.shape, enlarge)
     flags |= {"AFFINE": weight is not None, "HAS_PLUS": plus is not None, "RELU": relu}
+    columns = cut["COLUMNS"]
+    if enlarge > 1:
+        columns = min(triton.next_power_of_2(larger), max(1, CHUNK // cut["ROWS"]))
     if chunks is not None:
-        triton_large.norm(*given, y, mean, rstd, eps, flags, cut, chunks)
+        triton_large.norm(*given, y, mean, rstd, eps, flags, cut, chunks, columns)
     else:
-        columns = triton.next_power_of_2(larger)
         cut["num_warps"] = max(cut["num_warps"], warps(cut["ROWS"] * columns))
         _forward[programs(x.shape, cut)](*given, y, mean, rstd, eps, LARGE_COLUMNS=columns, **flags, **cut)
     return y, mean, rstd

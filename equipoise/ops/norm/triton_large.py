@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of `group_norm` for groups that do not fit in registers: each of its chunks is a program's.
+"""The kernels of `group_norm` for few large groups: every chunk of a group is a program's.
 
-Moments of chunks are written by one kernel and put together, by every program for itself, in the next one. A map of few
-samples then takes the whole device, not as many programs as it has groups.
+Moments of chunks are written by one kernel and put together, by every program for itself, in the next one. Large maps
+of few samples then take the whole device, not as many programs as they have groups.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.ops.norm.triton_pieces import (
-    CHUNK,
     cotangent,
     finish,
     moments,
@@ -259,15 +258,13 @@ def norm(
     flags: Mapping[str, int],
     cut: Mapping[str, int],
     chunks: int,
+    columns: int,
 ) -> None:
-    """Write y, mean and 1/deviation; arguments are those of the kernel for groups in registers."""
+    """Write y, so many pixels per program, mean and 1/deviation; arguments are those of the kernel for whole groups."""
     parts = mean.new_empty((2, *mean.shape, chunks))
     (count,) = programs(x.shape, cut)
     _measure[count, chunks](x, *parts, **cut, CHUNKS=chunks)
-    pixels, columns, warp = flags["LARGE_PIXELS"], cut["COLUMNS"], cut["num_warps"]
-    if flags["FACTOR"] > 1:
-        columns = min(triton.next_power_of_2(pixels), max(1, CHUNK // cut["ROWS"]))
-        warp = warps(cut["ROWS"] * columns)
+    pixels, warp = flags["LARGE_PIXELS"], warps(cut["ROWS"] * columns)
     _apply[count, triton.cdiv(pixels, columns)](
         x, weight, bias, plus, y, mean, rstd, *parts, eps,
         **flags, **{**cut, "num_warps": warp}, **_lanes(chunks), LARGE_COLUMNS=columns,

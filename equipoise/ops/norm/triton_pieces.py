@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# How many numbers of a group that does not fit in registers a program takes.
-CHUNK = 4096
+# How many numbers of a group that does not fit in registers are taken at a time. With fewer programs than this, one per
+# group and sample, most of the device would wait for them: then every chunk of a group is a program's.
+CHUNK, FEW_PROGRAMS = 4096, 512
 # Numbers per thread, and the most warps of a program.
 PER_THREAD, MOST_WARPS = 16, 16
 # With channels last, groups, or their chunks, are taken together until this many bytes of a pixel are contiguous.
@@ -69,6 +70,36 @@ def moments(x, inside, channel, numbers, WIDTH: tl.constexpr, TOGETHER: tl.const
     mean = over_groups(tl.sum(x, axis=1), channel, WIDTH, TOGETHER) / numbers
     apart = tl.where(inside, x - mean[:, None], 0.0)
     return mean, over_groups(tl.sum(apart * apart, axis=1), channel, WIDTH, TOGETHER)
+
+
+@triton.jit
+def update(x, inside, mean, spread, block):
+    """Welford's update of each lane's mean and squared deviations by its number in a later block."""
+    delta = tl.where(inside, x - mean, 0.0)
+    mean += delta / (block + 1.0)
+    return mean, spread + tl.where(inside, delta * (x - mean), 0.0)
+
+
+@triton.jit
+def moments_of_lanes(
+    mean,
+    spread,
+    channel,
+    exists,
+    eps,
+    PIXELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Mean and 1/deviation of each channel's group from those of lanes."""
+    SIZE: tl.constexpr = WIDTH * PIXELS
+    column = tl.arange(0, COLUMNS)
+    seen = tl.where(column < PIXELS, (PIXELS - column + COLUMNS - 1) // COLUMNS, 0).to(tl.float32)[None, :]
+    middle = over_groups(tl.sum(mean * seen, axis=1), channel, WIDTH, TOGETHER) / SIZE
+    apart = tl.where(exists[:, None], mean - middle[:, None], 0.0)
+    total = over_groups(tl.sum(spread + seen * apart * apart, axis=1), channel, WIDTH, TOGETHER)
+    return middle, 1.0 / tl.sqrt(total / SIZE + eps)
 
 
 @triton.jit
@@ -338,7 +369,7 @@ def laid_out(x: Tensor, last: bool) -> Tensor:
 def sizes(
     shape: torch.Size, groups: int, last: bool, itemsize: int, block: int, copies: int = 1, large_pixels: int = 1
 ) -> tuple[dict[str, int], int | None]:
-    """How maps (N, C, H, W) are cut, and into how many chunks groups are; None for groups that fit in registers.
+    """How maps (N, C, H, W) are cut, and into how many chunks groups are; None if a program takes whole groups.
 
     Args:
         shape: Of the maps.
@@ -347,16 +378,20 @@ def sizes(
         itemsize: Bytes of a number.
         block: The most numbers that a program may hold.
         copies: Of each pixel that it holds at once.
-        large_pixels: Of the larger map that is written; the program holds it at once as well.
+        large_pixels: Of the larger map that is written.
     """
     channels, pixels = shape[1], shape[2] * shape[3]
     width, chunks = channels // groups, None
     together = _together(width, groups, itemsize, TOGETHER_BYTES) if last else 1
     rows, columns = triton.next_power_of_2(together * width), triton.next_power_of_2(pixels)
-    if rows * max(columns * copies, triton.next_power_of_2(large_pixels)) > block:
+    large = rows * max(columns * copies, large_pixels) > block
+    chunked = large and shape[0] * (groups // together) < FEW_PROGRAMS
+    if chunked:
         together = _together(width, groups, itemsize, CHUNK_BYTES) if last else 1
         rows = triton.next_power_of_2(together * width)
+    if rows * columns * copies > block or chunked:
         columns = min(columns, max(1, min(block, CHUNK) // (rows * copies)))
+    if chunked:
         chunks = triton.cdiv(pixels, columns)
     cut = {
         "CHANNELS": channels,

@@ -17,7 +17,7 @@ from equipoise.ops.norm.triton_pieces import (
     again,
     is_last,
     laid_out,
-    moments,
+    moments_of_lanes,
     over_groups,
     place_of,
     programs,
@@ -26,6 +26,7 @@ from equipoise.ops.norm.triton_pieces import (
     rows_of,
     sizes,
     total_cotangent,
+    update,
     write_cotangents,
     write_moments,
 )
@@ -64,7 +65,7 @@ def _forward(
     AFFINE_IN: tl.constexpr,
     AFFINE_OUT: tl.constexpr,
 ):
-    SIZE: tl.constexpr = WIDTH * PIXELS
+    BLOCKS: tl.constexpr = (PIXELS + COLUMNS - 1) // COLUMNS
     sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     t_ptr += sample * (CHANNELS * PIXELS)
     x_ptr += sample * (CHANNELS * PIXELS)
@@ -74,19 +75,42 @@ def _forward(
     column = tl.arange(0, COLUMNS)
     inside = exists[:, None] & (column < PIXELS)[None, :]
     at = place_of(channel, column, CHANNELS, PIXELS, LAST)
+    zeros = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+
     u = added(t_ptr, x_ptr, factor, at, inside, HAS_X)
-    mean, spread = moments(u, inside, channel, SIZE, WIDTH, TOGETHER)
-    rstd = 1.0 / tl.sqrt(spread / SIZE + eps_in)
-    write_moments(mean_in_ptr, rstd_in_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
-    scale = rstd * read_channels(weight_in_ptr, channel, exists, 1.0, AFFINE_IN)
-    bias = read_channels(bias_in_ptr, channel, exists, 0.0, AFFINE_IN)
-    v = activation(u, mean, scale, bias, z_ptr, at, inside)
-    mean, spread = moments(v, inside, channel, SIZE, WIDTH, TOGETHER)
-    rstd = 1.0 / tl.sqrt(spread / SIZE + eps_out)
+    means, spreads = u, zeros
+    for block in range(1, BLOCKS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        later = added(t_ptr, x_ptr, factor, place_of(channel, pixel, CHANNELS, PIXELS, LAST), there, HAS_X)
+        means, spreads = update(later, there, means, spreads, block)
+    mean_in, rstd = moments_of_lanes(means, spreads, channel, exists, eps_in, PIXELS, WIDTH, TOGETHER, COLUMNS)
+    write_moments(mean_in_ptr, rstd_in_ptr, sample, channel, exists, mean_in, rstd, CHANNELS, WIDTH)
+    scale_in = rstd * read_channels(weight_in_ptr, channel, exists, 1.0, AFFINE_IN)
+    bias_in = read_channels(bias_in_ptr, channel, exists, 0.0, AFFINE_IN)
+
+    v = activation(u, mean_in, scale_in, bias_in, z_ptr, at, inside)
+    means, spreads = v, zeros
+    for block in range(1, BLOCKS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+        later = added(t_ptr, x_ptr, factor, place, there, HAS_X)
+        later = activation(later, mean_in, scale_in, bias_in, z_ptr, place, there)
+        means, spreads = update(later, there, means, spreads, block)
+    mean, rstd = moments_of_lanes(means, spreads, channel, exists, eps_out, PIXELS, WIDTH, TOGETHER, COLUMNS)
     write_moments(mean_out_ptr, rstd_out_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
     scale = rstd * read_channels(weight_out_ptr, channel, exists, 1.0, AFFINE_OUT)
     bias = read_channels(bias_out_ptr, channel, exists, 0.0, AFFINE_OUT)
+
     tl.store(y_ptr + at, (v - mean[:, None]) * scale[:, None] + bias[:, None], mask=inside)
+    for block in range(1, BLOCKS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+        later = added(t_ptr, x_ptr, factor, place, there, HAS_X)
+        later = activation(later, mean_in, scale_in, bias_in, z_ptr, place, there)
+        tl.store(y_ptr + place, (later - mean[:, None]) * scale[:, None] + bias[:, None], mask=there)
 
 
 @triton.jit
@@ -131,6 +155,7 @@ def _backward(
 ):
     """Through the outer normalisation to dv, which is dz, then through the inner one to du."""
     SIZE: tl.constexpr = WIDTH * PIXELS
+    BLOCKS: tl.constexpr = (PIXELS + COLUMNS - 1) // COLUMNS
     sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     origin = sample * (CHANNELS * PIXELS)
     t_ptr, z_ptr, x_ptr = t_ptr + origin, z_ptr + origin, x_ptr + origin
@@ -150,22 +175,60 @@ def _backward(
         t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, at, inside, HAS_X
     )
     dy = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, at, inside, COTANGENTS)
-    dbias, dweight = tl.sum(dy, axis=1), tl.sum(dy * w, axis=1)
+    plain, product = dy, dy * w
+    for block in range(1, BLOCKS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+        _, _, w_later = again(
+            t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
+        )
+        dlater = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
+        plain += dlater
+        product += dlater * w_later
+    dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_out_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_out_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level = over_groups(weight_out * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    slope = over_groups(weight_out * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    dv = (dy * weight_out[:, None] - level - w * slope) * rstd_out[:, None]
+    level_out = over_groups(weight_out * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    slope_out = over_groups(weight_out * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
+
+    dv = (dy * weight_out[:, None] - level_out - w * slope_out) * rstd_out[:, None]
     dv = tl.where(flat, 0.0, dv)
-    dbias, dweight = tl.sum(dv, axis=1), tl.sum(dv * u, axis=1)
+    plain, product = dv, dv * u
+    for block in range(1, BLOCKS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+        u_later, flat_later, w_later = again(
+            t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
+        )
+        dlater = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
+        dlater = dlater * weight_out[:, None] - level_out - w_later * slope_out
+        dlater = tl.where(flat_later, 0.0, dlater * rstd_out[:, None])
+        plain += dlater
+        product += dlater * u_later
+    dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_in_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_in_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level = over_groups(weight_in * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    slope = over_groups(weight_in * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    du = (dv * weight_in[:, None] - level - u * slope) * rstd_in[:, None]
+    level_in = over_groups(weight_in * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    slope_in = over_groups(weight_in * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
+
+    du = (dv * weight_in[:, None] - level_in - u * slope_in) * rstd_in[:, None]
     write_cotangents(du, dv, factor, dt_ptr, dz_ptr, dx_ptr, at, inside, WRITES_X)
+    for block in range(1, BLOCKS):
+        pixel = block * COLUMNS + column
+        there = exists[:, None] & (pixel < PIXELS)[None, :]
+        place = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+        u_later, flat_later, w_later = again(
+            t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
+        )
+        dlater = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
+        dlater = dlater * weight_out[:, None] - level_out - w_later * slope_out
+        dlater = tl.where(flat_later, 0.0, dlater * rstd_out[:, None])
+        du = (dlater * weight_in[:, None] - level_in - u_later * slope_in) * rstd_in[:, None]
+        write_cotangents(du, dlater, factor, dt_ptr, dz_ptr, dx_ptr, place, there, WRITES_X)
 
 
 def residual(

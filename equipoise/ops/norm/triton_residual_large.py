@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernels of `residual_norm` for groups that do not fit in registers: three passes over chunks, both ways."""
+"""The kernels of `residual_norm` for few large groups: three passes over chunks, each a program's, both ways."""
 
 from collections.abc import Mapping, Sequence
 
@@ -205,7 +205,7 @@ def residual(
     cut: Mapping[str, int],
     chunks: int,
 ) -> None:
-    """Write y and what is saved; arguments are those of the kernel for groups in registers."""
+    """Write y and what is saved; arguments are those of the kernel for whole groups."""
     parts = saved.new_empty((*saved.shape, chunks))
     cut = {**cut, "CHUNKS": chunks, "LANES": triton.next_power_of_2(chunks)}
     for number in range(3):
