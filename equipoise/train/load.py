@@ -131,6 +131,35 @@ def load(path: str | Path, device: torch.device | str = "cpu", which: str = "bes
     return model.to(device).eval()
 
 
+def begin_with(model: nn.Module, settings: Mapping[str, Any], path: str | Path, task: Task) -> None:
+    """Put the weights of a trained model into one of the same kind, for training to go on in another way.
+
+    Args:
+        model: Takes the weights.
+        settings: Of `model`, as in a recipe.
+        path: Folder of a run, of a checkpoint or of an export.
+        task: What `model` is to be trained on; the same tokens, or classes, as the other one.
+    """
+    folder = find_checkpoint(path)
+    config = read_config(folder)
+    theirs = config["model"]
+    names = [name for name in {**settings, **theirs} if settings.get(name) != theirs.get(name)]
+    differing = ", ".join(f"{name} = {theirs[name]!r}" if name in theirs else f"no {name}" for name in names)
+    hint = f"there {differing}." if names else "it may be of another version."
+    state = load_checkpoint(folder).model
+    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    given = {name: tensor.shape for name, tensor in state.items()}
+    if given != wanted:
+        unlike = sorted(name for name in {**wanted, **given} if wanted.get(name) != given.get(name))
+        shapes = [tuple(found.get(unlike[0], ())) or "nothing" for found in (wanted, given)]
+        raise CheckpointError(
+            f"train.weights: the weights in {folder} are not those of this model ({len(unlike)} tensors differ, the "
+            f"first {unlike[0]}: {shapes[0]} here, {shapes[1]} there); {hint}"
+        )
+    _check_artifacts(folder, config, task)
+    load_checkpoint(folder, model)
+
+
 @dataclass(frozen=True)
 class TrainedRun:
     """A trained model with its data.

@@ -32,7 +32,7 @@ from equipoise.train.checkpoint import (
     read_best,
     recover_checkpoints,
 )
-from equipoise.train.load import CHECKPOINTS
+from equipoise.train.load import CHECKPOINTS, begin_with
 from equipoise.train.optim import Stepper, WeightAverage
 from equipoise.train.processes import Processes
 from equipoise.train.recipe import Recipe
@@ -125,11 +125,13 @@ class _Run:
         self.splits: Splits = task.data()
         torch.manual_seed(settings.seed)
         self.model = task.model()
-        if not resume:
-            task.begin(self.model)
-        self.model = self.model.to(self.processes.device)
         # Settings that follow from the data are part of the model: it must load without them.
         self.config = {**recipe.to_data(), "model": {**task.model_defaults(), **recipe.model}}
+        if not resume:
+            task.begin(self.model)
+            if settings.weights is not None:
+                begin_with(self.model, self.config["model"], settings.weights, task)
+        self.model = self.model.to(self.processes.device)
         check_writable(out, checkpoint_bytes(self.model))
         self.schedule = recipe.schedule(self.model)
         stepper = Stepper(settings.optimiser.build(self.model), settings.clip.start(), accelerator.scaler)

@@ -45,6 +45,7 @@ class Training:
     """How long and by what rule to train.
 
     Attributes:
+        weights: Folder of a run, a checkpoint or an export whose weights the model begins with; None to begin afresh.
         steps: Optimiser steps.
         minutes: Wall time after which the run ends as after its last step, resumed parts counted; None for no limit.
         anneal_by: "steps" for a learning rate that is planned for `steps`, whatever `minutes` says; "minutes" to have
@@ -68,6 +69,7 @@ class Training:
         capture: Whether to record whole steps as CUDA graphs and replay them, where that is possible.
     """
 
+    weights: str | None = None
     steps: int = 1000
     minutes: float | None = None
     anneal_by: Literal["steps", "minutes"] = "steps"
@@ -161,7 +163,11 @@ class Recipe:
                     known.find(name)
                 except ValueError as error:
                     raise ConfigError(f"{table.source.name}: {error}") from error
-        recipe.task_config()
+        if getattr(recipe.task_config(), "transfer", None) is not None and recipe.train.weights is not None:
+            raise ConfigError(
+                f"{table.source.name}: task.transfer and train.weights both say what the model begins with, parts of "
+                "another model and all of it; leave one of them out."
+            )
         return recipe
 
     def to_data(self) -> dict[str, Any]:
