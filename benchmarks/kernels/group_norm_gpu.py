@@ -65,7 +65,7 @@ def _row(device: torch.device, shape: tuple[int, ...], groups: int, operation: s
         for module in (kernels, triton_residual):
             module.BLOCK = module.VJP_BLOCK = block
         pieces.CHUNK, pieces.PER_THREAD, pieces.TOGETHER_BYTES = chunk, per_thread, together
-        pieces.CHUNK_BYTES, kernels.CHUNK = max(32, together), chunk
+        pieces.CHUNK_BYTES = max(32, together)
         for name, work in (("forward", forward), ("vjp", backward)):
             key = f"{name} {block} {chunk} {per_thread}" + (f" {together} B" if last else "")
             try:

@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -406,7 +407,7 @@ def profiled(work: Work, device: torch.device, span: dict[str, float] | None = N
 def rows_of(device: torch.device, options: argparse.Namespace) -> dict[str, Work]:
     rounds, shrink = options.rounds, 1 if device.type == "cuda" else 32
     found: dict[str, Work] = {}
-    cases = {k: Case(c.preset, max(1, c.batch // shrink), c.goal) for k, c in CASES.items()}
+    cases = {k: replace(c, batch=max(1, c.batch // shrink)) for k, c in CASES.items()}
     made: dict[str, Any] = {}
 
     def mdeq(name: str, last: bool) -> Any:

@@ -61,6 +61,12 @@ class Checkpoint:
     save_dtype: str | None
     ties: dict[str, str]
 
+    def put_into(self, model: nn.Module) -> None:
+        """Give `model` these weights (strictly), ties included; build its optimiser afterwards, if they are new."""
+        model.load_state_dict(self.model)
+        for alias, name in self.ties.items():
+            _tie(model, alias, name)
+
 
 def save_checkpoint(
     folder: str | Path,
@@ -133,11 +139,10 @@ def load_checkpoint(
             trainer = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
     ties = json.loads(metadata.get("ties", "{}"))
     state.update({alias: state[name] for alias, name in ties.items()})
+    checkpoint = Checkpoint(folder, state, config, trainer, metadata.get("save_dtype"), ties)
     if model is not None:
-        model.load_state_dict(state)
-        for alias, name in ties.items():
-            _tie(model, alias, name)
-    return Checkpoint(folder, state, config, trainer, metadata.get("save_dtype"), ties)
+        checkpoint.put_into(model)
+    return checkpoint
 
 
 def _distinct_tensors(model: nn.Module, save_dtype: str | None) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -142,22 +142,25 @@ def begin_with(model: nn.Module, settings: Mapping[str, Any], path: str | Path, 
     """
     folder = find_checkpoint(path)
     config = read_config(folder)
-    theirs = config["model"]
-    names = [name for name in {**settings, **theirs} if settings.get(name) != theirs.get(name)]
-    differing = ", ".join(f"{name} = {theirs[name]!r}" if name in theirs else f"no {name}" for name in names)
-    hint = f"there {differing}." if names else "it may be of another version."
-    state = load_checkpoint(folder).model
-    wanted = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    given = {name: tensor.shape for name, tensor in state.items()}
-    if given != wanted:
-        unlike = sorted(name for name in {**wanted, **given} if wanted.get(name) != given.get(name))
-        shapes = [tuple(found.get(unlike[0], ())) or "nothing" for found in (wanted, given)]
+    checkpoint = load_checkpoint(folder)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    given = {name: tuple(tensor.shape) for name, tensor in checkpoint.model.items()}
+    unlike = sorted(name for name in {**wanted, **given} if wanted.get(name) != given.get(name))
+    if unlike:
+        here, there = (shapes.get(unlike[0], "nothing") for shapes in (wanted, given))
         raise CheckpointError(
             f"train.weights: the weights in {folder} are not those of this model ({len(unlike)} tensors differ, the "
-            f"first {unlike[0]}: {shapes[0]} here, {shapes[1]} there); {hint}"
+            f"first {unlike[0]}: {here} here, {there} there); {_other_settings(settings, config['model'])}."
         )
     _check_artifacts(folder, config, task)
-    load_checkpoint(folder, model)
+    checkpoint.put_into(model)
+
+
+def _other_settings(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> str:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if not names:
+        return "it may be of another version"
+    return "there " + ", ".join(f"{name} = {theirs[name]!r}" if name in theirs else f"no {name}" for name in names)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ def _small_blocks(monkeypatch, request):
     for module in (kernels, triton_residual):
         monkeypatch.setattr(module, "BLOCK", 32)
         monkeypatch.setattr(module, "VJP_BLOCK", 32)
-    monkeypatch.setattr(kernels, "CHUNK", 32)
+    monkeypatch.setattr(pieces, "CHUNK", 32)
     monkeypatch.setattr(pieces, "TOGETHER_BYTES", 16)
     monkeypatch.setattr(pieces, "FEW_PROGRAMS", 0 if request.param == "whole groups" else 512)
 

@@ -3,21 +3,19 @@
 import json
 
 import pytest
-import torch
 
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.export import export
 from equipoise.train.load import load
 from equipoise.train.loop import train
 from tests.runs import COPY, TEXT, recipe, text_recipe, write_corpus
-from tests.training import lines
+from tests.training import lines, same
 
 STILL = ("train.steps=1", "train.optimiser.lr=1e-30", "train.seed=5")
 
 
 def same_weights(folder, other):
-    ours, theirs = load(folder).state_dict(), load(other).state_dict()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return same(dict(load(folder).state_dict()), dict(load(other).state_dict()))
 
 
 @pytest.fixture(scope="module")

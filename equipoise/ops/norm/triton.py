@@ -11,10 +11,10 @@ from torch import Tensor
 from equipoise.ops._backend import apart, through_twin
 from equipoise.ops.norm import naive, triton_large
 from equipoise.ops.norm.triton_pieces import (
-    CHUNK,
-    cotangent,
+    columns_of,
     enlarging,
     finish,
+    hat_and_cotangent,
     is_last,
     laid_out,
     moments_of_lanes,
@@ -27,6 +27,7 @@ from equipoise.ops.norm.triton_pieces import (
     rows_of,
     sizes,
     source_of,
+    through_norm,
     update,
     warps,
     write_moments,
@@ -128,62 +129,47 @@ def _backward(
     WRITES_PLUS: tl.constexpr,
     WRITES_AFFINE: tl.constexpr,
 ):
-    """dx = (w·dy − ⟨w·dy⟩ − x̂⟨w·dy·x̂⟩)/deviation, ⟨⟩ the mean over a group, x̂ = (x − mean)/deviation."""
+    """The sums over a group, then the cotangent of x; what of a group is beyond its first block is read again."""
     SIZE: tl.constexpr = WIDTH * PIXELS
+    BLOCKS: tl.constexpr = (PIXELS + COLUMNS - 1) // COLUMNS
     sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
-    x_ptr += sample * (CHANNELS * PIXELS)
     dx_ptr += sample * (CHANNELS * PIXELS)
-    y_ptr += sample * (CHANNELS * LARGE_PIXELS)
-    dy_ptr += sample * (CHANNELS * LARGE_PIXELS)
-    dplus_ptr += sample * (CHANNELS * LARGE_PIXELS)
     mean, rstd = read_moments(mean_ptr, rstd_ptr, sample, channel, exists, CHANNELS, WIDTH)
     weight = read_channels(weight_ptr, channel, exists, 1.0, AFFINE)
     bias = read_channels(bias_ptr, channel, exists, 0.0, AFFINE)
     column = tl.arange(0, COLUMNS)
     inside = exists[:, None] & (column < PIXELS)[None, :]
-    at = place_of(channel, column, CHANNELS, PIXELS, LAST)
-    xhat = (read(x_ptr + at, inside) - mean[:, None]) * rstd[:, None]
-    dy = cotangent(
-        dy_ptr, y_ptr, dplus_ptr, channel, column, inside,
-        CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
+    xhat, dy = hat_and_cotangent(
+        x_ptr, y_ptr, mean, rstd, weight, bias, dy_ptr, dplus_ptr, sample, channel, column, inside,
+        CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, RELU, BY_RESULT, WRITES_PLUS,
     )  # fmt: skip
-    if RELU:
-        dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
     plain, product = dy, dy * xhat
-    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
+    for block in range(1, BLOCKS):
         pixel = block * COLUMNS + column
         there = exists[:, None] & (pixel < PIXELS)[None, :]
-        later = read(x_ptr + place_of(channel, pixel, CHANNELS, PIXELS, LAST), there)
-        later = (later - mean[:, None]) * rstd[:, None]
-        dlater = cotangent(
-            dy_ptr, y_ptr, dplus_ptr, channel, pixel, there,
-            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
+        later, dlater = hat_and_cotangent(
+            x_ptr, y_ptr, mean, rstd, weight, bias, dy_ptr, dplus_ptr, sample, channel, pixel, there,
+            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, RELU, BY_RESULT, WRITES_PLUS,
         )  # fmt: skip
-        if RELU:
-            dlater = tl.where(later * weight[:, None] + bias[:, None] <= 0.0, 0.0, dlater)
         plain += dlater
         product += dlater * later
     dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level = (over_groups(weight * dbias, channel, WIDTH, TOGETHER) / SIZE)[:, None]
-    slope = (over_groups(weight * dweight, channel, WIDTH, TOGETHER) / SIZE)[:, None]
-    dx = (dy * weight[:, None] - level - xhat * slope) * rstd[:, None]
-    tl.store(dx_ptr + at, dx, mask=inside)
-    for block in range(1, (PIXELS + COLUMNS - 1) // COLUMNS):
+    level = over_groups(weight * dbias, channel, WIDTH, TOGETHER) / SIZE
+    slope = over_groups(weight * dweight, channel, WIDTH, TOGETHER) / SIZE
+    dx = through_norm(dy, xhat, weight, level, slope, rstd)
+    tl.store(dx_ptr + place_of(channel, column, CHANNELS, PIXELS, LAST), dx, mask=inside)
+    for block in range(1, BLOCKS):
         pixel = block * COLUMNS + column
         there = exists[:, None] & (pixel < PIXELS)[None, :]
-        at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-        xhat = (read(x_ptr + at, there) - mean[:, None]) * rstd[:, None]
-        dy = cotangent(
-            dy_ptr, y_ptr, dplus_ptr, channel, pixel, there,
-            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, False,
+        later, dlater = hat_and_cotangent(
+            x_ptr, y_ptr, mean, rstd, weight, bias, dy_ptr, dplus_ptr, sample, channel, pixel, there,
+            CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, RELU, BY_RESULT, False,
         )  # fmt: skip
-        if RELU:
-            dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
-        dx = (dy * weight[:, None] - level - xhat * slope) * rstd[:, None]
-        tl.store(dx_ptr + at, dx, mask=there)
+        dx = through_norm(dlater, later, weight, level, slope, rstd)
+        tl.store(dx_ptr + place_of(channel, pixel, CHANNELS, PIXELS, LAST), dx, mask=there)
 
 
 def norm(
@@ -208,9 +194,7 @@ def norm(
     given = (x, x if weight is None else weight, x if bias is None else bias, like)  # what is None is not read
     flags = enlarging(x, y.shape, enlarge)
     flags |= {"AFFINE": weight is not None, "HAS_PLUS": plus is not None, "RELU": relu}
-    columns = cut["COLUMNS"]
-    if enlarge > 1:
-        columns = min(triton.next_power_of_2(larger), max(1, CHUNK // cut["ROWS"]))
+    columns = columns_of(larger, cut["ROWS"]) if enlarge > 1 else cut["COLUMNS"]
     if chunks is not None:
         triton_large.norm(*given, y, mean, rstd, eps, flags, cut, chunks, columns)
     else:

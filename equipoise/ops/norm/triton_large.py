@@ -13,9 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise.ops.norm.triton_pieces import (
-    cotangent,
     finish,
-    moments,
+    hat_and_cotangent,
+    in_chunks,
+    measure_chunk,
     moments_of_parts,
     place_of,
     programs,
@@ -24,10 +25,9 @@ from equipoise.ops.norm.triton_pieces import (
     read_moments,
     rows_of,
     source_of,
+    through_norm,
     total_of_parts,
     warps,
-    write_moments,
-    write_part,
     write_sums,
 )
 
@@ -52,10 +52,10 @@ def _measure(
     pixel = chunk * COLUMNS + tl.arange(0, COLUMNS)
     inside = exists[:, None] & (pixel < PIXELS)[None, :]
     place = x_ptr + sample * (CHANNELS * PIXELS) + place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-    numbers = tl.minimum(PIXELS - chunk * COLUMNS, COLUMNS) * WIDTH
-    mean, spread = moments(read(place, inside), inside, channel, numbers, WIDTH, TOGETHER)
-    write_part(means_ptr, mean, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
-    write_part(spreads_ptr, spread, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
+    measure_chunk(
+        read(place, inside), inside, means_ptr, spreads_ptr, sample, channel, exists, chunk,
+        CHANNELS, PIXELS, WIDTH, TOGETHER, COLUMNS, CHUNKS,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -92,11 +92,9 @@ def _apply(
     chunk = tl.program_id(1)
     sample, channel, exists = rows_of(CHANNELS, WIDTH, TOGETHER, ROWS)
     mean, rstd = moments_of_parts(
-        means_ptr, spreads_ptr, sample, channel, exists, eps,
+        means_ptr, spreads_ptr, mean_ptr, rstd_ptr, sample, channel, exists, chunk, eps,
         CHANNELS, PIXELS, WIDTH, TOGETHER, COLUMNS, CHUNKS, LANES,
     )  # fmt: skip
-    if chunk == 0:
-        write_moments(mean_ptr, rstd_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
     scale = rstd * read_channels(weight_ptr, channel, exists, 1.0, AFFINE)
     bias = read_channels(bias_ptr, channel, exists, 0.0, AFFINE)
     large = chunk * LARGE_COLUMNS + tl.arange(0, LARGE_COLUMNS)
@@ -105,45 +103,6 @@ def _apply(
     source = source_of(large, ACROSS, LARGE_ACROSS, FACTOR) if FACTOR > 1 else large
     place = x_ptr + sample * (CHANNELS * PIXELS) + place_of(channel, source, CHANNELS, PIXELS, LAST)
     finish(read(place, inside), mean, scale, bias, plus_ptr + at, y_ptr + at, inside, HAS_PLUS, RELU)
-
-
-@triton.jit
-def _hat_and_cotangent(
-    x_ptr,
-    y_ptr,
-    mean,
-    rstd,
-    weight,
-    bias,
-    dy_ptr,
-    dplus_ptr,
-    sample,
-    channel,
-    pixel,
-    inside,
-    CHANNELS: tl.constexpr,
-    PIXELS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    LARGE_PIXELS: tl.constexpr,
-    LARGE_ACROSS: tl.constexpr,
-    FACTOR: tl.constexpr,
-    COPIES: tl.constexpr,
-    LAST: tl.constexpr,
-    RELU: tl.constexpr,
-    BY_RESULT: tl.constexpr,
-    WRITES_PLUS: tl.constexpr,
-):
-    """x̂ = (x − mean)/deviation of a chunk, and the cotangent of what it is scaled to."""
-    place = x_ptr + sample * (CHANNELS * PIXELS) + place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-    xhat = (read(place, inside) - mean[:, None]) * rstd[:, None]
-    origin = sample * (CHANNELS * LARGE_PIXELS)
-    dy = cotangent(
-        dy_ptr + origin, y_ptr + origin, dplus_ptr + origin, channel, pixel, inside,
-        CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
-    )  # fmt: skip
-    if RELU:
-        dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
-    return xhat, dy
 
 
 @triton.jit
@@ -187,7 +146,7 @@ def _measure_vjp(
     bias = read_channels(bias_ptr, channel, exists, 0.0, AFFINE)
     pixel = chunk * COLUMNS + tl.arange(0, COLUMNS)
     inside = exists[:, None] & (pixel < PIXELS)[None, :]
-    xhat, dy = _hat_and_cotangent(
+    xhat, dy = hat_and_cotangent(
         x_ptr, y_ptr, mean, rstd, weight, bias, dy_ptr, dplus_ptr, sample, channel, pixel, inside,
         CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, RELU, BY_RESULT, WRITES_PLUS,
     )  # fmt: skip
@@ -235,13 +194,13 @@ def _apply_vjp(
     bias = read_channels(bias_ptr, channel, exists, 0.0, AFFINE)
     pixel = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = exists[:, None] & (pixel < PIXELS)[None, :]
-    xhat, dy = _hat_and_cotangent(
+    xhat, dy = hat_and_cotangent(
         x_ptr, y_ptr, mean, rstd, weight, bias, dy_ptr, dy_ptr, sample, channel, pixel, inside,
         CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, RELU, BY_RESULT, False,
     )  # fmt: skip
     level = total_of_parts(levels_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES) / SIZE
     slope = total_of_parts(slopes_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES) / SIZE
-    dx = (dy * weight[:, None] - level[:, None] - xhat * slope[:, None]) * rstd[:, None]
+    dx = through_norm(dy, xhat, weight, level, slope, rstd)
     place = sample * (CHANNELS * PIXELS) + place_of(channel, pixel, CHANNELS, PIXELS, LAST)
     tl.store(dx_ptr + place, dx, mask=inside)
 
@@ -264,11 +223,9 @@ def norm(
     parts = mean.new_empty((2, *mean.shape, chunks))
     (count,) = programs(x.shape, cut)
     _measure[count, chunks](x, *parts, **cut, CHUNKS=chunks)
-    pixels, warp = flags["LARGE_PIXELS"], warps(cut["ROWS"] * columns)
-    _apply[count, triton.cdiv(pixels, columns)](
-        x, weight, bias, plus, y, mean, rstd, *parts, eps,
-        **flags, **{**cut, "num_warps": warp}, **_lanes(chunks), LARGE_COLUMNS=columns,
-    )  # fmt: skip
+    cut = in_chunks(cut, chunks) | {"LARGE_COLUMNS": columns, "num_warps": warps(cut["ROWS"] * columns)}
+    grid = count, triton.cdiv(flags["LARGE_PIXELS"], columns)
+    _apply[grid](x, weight, bias, plus, y, mean, rstd, *parts, eps, **flags, **cut)
 
 
 def norm_vjp(
@@ -292,9 +249,5 @@ def norm_vjp(
     grid, given = (*programs(x.shape, cut), chunks), (x, y, weight, bias, mean, rstd, dy)
     _measure_vjp[grid](*given, dplus, *parts, *sums, **flags, **cut, CHUNKS=chunks)
     others = {name: flag for name, flag in flags.items() if not name.startswith("WRITES")}
-    _apply_vjp[grid](*given, dx, *parts, **others, **cut, **_lanes(chunks))
+    _apply_vjp[grid](*given, dx, *parts, **others, **in_chunks(cut, chunks))
     return torch.sum(sums, dim=2) if wanted else None
-
-
-def _lanes(chunks: int) -> dict[str, int]:
-    return {"CHUNKS": chunks, "LANES": triton.next_power_of_2(chunks)}

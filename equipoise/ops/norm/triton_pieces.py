@@ -65,14 +65,6 @@ def over_groups(sums, channel, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
 
 
 @triton.jit
-def moments(x, inside, channel, numbers, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """Mean and squared deviations of each channel's group, of so many numbers; x is zero outside."""
-    mean = over_groups(tl.sum(x, axis=1), channel, WIDTH, TOGETHER) / numbers
-    apart = tl.where(inside, x - mean[:, None], 0.0)
-    return mean, over_groups(tl.sum(apart * apart, axis=1), channel, WIDTH, TOGETHER)
-
-
-@triton.jit
 def update(x, inside, mean, spread, block):
     """Welford's update of each lane's mean and squared deviations by its number in a later block."""
     delta = tl.where(inside, x - mean, 0.0)
@@ -133,7 +125,7 @@ def finish(x, mean, scale, bias, plus_place, y_place, inside, HAS_PLUS: tl.const
 
 
 @triton.jit
-def cotangent(
+def _cotangent(
     dy_ptr,
     y_ptr,
     dplus_ptr,
@@ -177,6 +169,51 @@ def cotangent(
         if WRITES_PLUS:
             tl.store(dplus_ptr + at, dy, mask=there)
         return tl.sum(dy, axis=2)
+
+
+@triton.jit
+def hat_and_cotangent(
+    x_ptr,
+    y_ptr,
+    mean,
+    rstd,
+    weight,
+    bias,
+    dy_ptr,
+    dplus_ptr,
+    sample,
+    channel,
+    pixel,
+    inside,
+    CHANNELS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    ACROSS: tl.constexpr,
+    LARGE_PIXELS: tl.constexpr,
+    LARGE_ACROSS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    COPIES: tl.constexpr,
+    LAST: tl.constexpr,
+    RELU: tl.constexpr,
+    BY_RESULT: tl.constexpr,
+    WRITES_PLUS: tl.constexpr,
+):
+    """x̂ = (x − mean)/deviation at these pixels of a sample, and the cotangent of what it is scaled to."""
+    place = x_ptr + sample * (CHANNELS * PIXELS) + place_of(channel, pixel, CHANNELS, PIXELS, LAST)
+    xhat = (read(place, inside) - mean[:, None]) * rstd[:, None]
+    origin = sample * (CHANNELS * LARGE_PIXELS)
+    dy = _cotangent(
+        dy_ptr + origin, y_ptr + origin, dplus_ptr + origin, channel, pixel, inside,
+        CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, BY_RESULT, WRITES_PLUS,
+    )  # fmt: skip
+    if RELU:
+        dy = tl.where(xhat * weight[:, None] + bias[:, None] <= 0.0, 0.0, dy)
+    return xhat, dy
+
+
+@triton.jit
+def through_norm(dy, xhat, weight, level, slope, rstd):
+    """dx = (w·dy − ⟨w·dy⟩ − x̂⟨w·dy·x̂⟩)/deviation, ⟨⟩ the mean over a group, given as level and slope."""
+    return (dy * weight[:, None] - level[:, None] - xhat * slope[:, None]) * rstd[:, None]
 
 
 # Those of the end of a residual block
@@ -255,6 +292,32 @@ def write_part(
 
 
 @triton.jit
+def measure_chunk(
+    x,
+    inside,
+    means_ptr,
+    spreads_ptr,
+    sample,
+    channel,
+    exists,
+    chunk,
+    CHANNELS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """Write mean and squared deviations of a chunk of each group; x is zero outside."""
+    numbers = tl.minimum(PIXELS - chunk * COLUMNS, COLUMNS) * WIDTH
+    mean = over_groups(tl.sum(x, axis=1), channel, WIDTH, TOGETHER) / numbers
+    apart = tl.where(inside, x - mean[:, None], 0.0)
+    spread = over_groups(tl.sum(apart * apart, axis=1), channel, WIDTH, TOGETHER)
+    write_part(means_ptr, mean, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
+    write_part(spreads_ptr, spread, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
+
+
+@triton.jit
 def read_parts(
     ptr,
     sample,
@@ -296,11 +359,14 @@ def total_of_parts(
 
 @triton.jit
 def moments_of_parts(
+    means_ptr,
+    spreads_ptr,
     mean_ptr,
-    spread_ptr,
+    rstd_ptr,
     sample,
     channel,
     exists,
+    chunk,
     eps,
     CHANNELS: tl.constexpr,
     PIXELS: tl.constexpr,
@@ -310,17 +376,20 @@ def moments_of_parts(
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Mean and 1/deviation of each channel's group from those of its chunks."""
+    """Mean and 1/deviation of each channel's group from those of its chunks; one of them keeps them for the VJP."""
     SIZE: tl.constexpr = WIDTH * PIXELS
     lane = tl.arange(0, LANES)
     numbers = (tl.where(lane < CHUNKS, tl.minimum(PIXELS - lane * COLUMNS, COLUMNS), 0) * WIDTH).to(tl.float32)[None, :]
-    means = read_parts(mean_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-    spreads = read_parts(spread_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+    means = read_parts(means_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+    spreads = read_parts(spreads_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
     middle = tl.sum(means * numbers, axis=1) / SIZE
     apart = means - middle[:, None]
     total = tl.sum(spreads + numbers * apart * apart, axis=1)
     zeros = tl.zeros([channel.shape[0]], dtype=tl.float32)
-    return middle + zeros, 1.0 / tl.sqrt(total / SIZE + eps) + zeros
+    mean, rstd = middle + zeros, 1.0 / tl.sqrt(total / SIZE + eps) + zeros
+    if chunk == 0:
+        write_moments(mean_ptr, rstd_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
+    return mean, rstd
 
 
 @triton.jit
@@ -381,7 +450,7 @@ def sizes(
         large_pixels: Of the larger map that is written.
     """
     channels, pixels = shape[1], shape[2] * shape[3]
-    width, chunks = channels // groups, None
+    width = channels // groups
     together = _together(width, groups, itemsize, TOGETHER_BYTES) if last else 1
     rows, columns = triton.next_power_of_2(together * width), triton.next_power_of_2(pixels)
     large = rows * max(columns * copies, large_pixels) > block
@@ -391,8 +460,6 @@ def sizes(
         rows = triton.next_power_of_2(together * width)
     if rows * columns * copies > block or chunked:
         columns = min(columns, max(1, min(block, CHUNK) // (rows * copies)))
-    if chunked:
-        chunks = triton.cdiv(pixels, columns)
     cut = {
         "CHANNELS": channels,
         "PIXELS": pixels,
@@ -403,7 +470,17 @@ def sizes(
         "LAST": last,
         "num_warps": warps(rows * columns * copies),
     }
-    return cut, chunks
+    return cut, triton.cdiv(pixels, columns) if chunked else None
+
+
+def columns_of(pixels: int, rows: int) -> int:
+    """How many pixels of a map that is only written a program takes at a time, of so many channels."""
+    return min(triton.next_power_of_2(pixels), max(1, CHUNK // rows))
+
+
+def in_chunks(cut: Mapping[str, int], chunks: int) -> dict[str, int]:
+    """What a kernel has to know that puts together what chunks have written."""
+    return {**cut, "CHUNKS": chunks, "LANES": triton.next_power_of_2(chunks)}
 
 
 def _together(width: int, groups: int, itemsize: int, least: int) -> int:

@@ -25,6 +25,7 @@ from equipoise.ops.norm.triton_pieces import (
     read_moments,
     rows_of,
     sizes,
+    through_norm,
     total_cotangent,
     update,
     write_cotangents,
@@ -190,11 +191,10 @@ def _backward(
     if WRITES_AFFINE:
         tl.store(dweight_out_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_out_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level_out = over_groups(weight_out * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    slope_out = over_groups(weight_out * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    level_out = over_groups(weight_out * dbias, channel, WIDTH, TOGETHER) / SIZE
+    slope_out = over_groups(weight_out * dweight, channel, WIDTH, TOGETHER) / SIZE
 
-    dv = (dy * weight_out[:, None] - level_out - w * slope_out) * rstd_out[:, None]
-    dv = tl.where(flat, 0.0, dv)
+    dv = tl.where(flat, 0.0, through_norm(dy, w, weight_out, level_out, slope_out, rstd_out))
     plain, product = dv, dv * u
     for block in range(1, BLOCKS):
         pixel = block * COLUMNS + column
@@ -204,18 +204,18 @@ def _backward(
             t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
         )
         dlater = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
-        dlater = dlater * weight_out[:, None] - level_out - w_later * slope_out
-        dlater = tl.where(flat_later, 0.0, dlater * rstd_out[:, None])
+        dlater = through_norm(dlater, w_later, weight_out, level_out, slope_out, rstd_out)
+        dlater = tl.where(flat_later, 0.0, dlater)
         plain += dlater
         product += dlater * u_later
     dbias, dweight = tl.sum(plain, axis=1), tl.sum(product, axis=1)
     if WRITES_AFFINE:
         tl.store(dweight_in_ptr + sample * CHANNELS + channel, dweight, mask=exists)
         tl.store(dbias_in_ptr + sample * CHANNELS + channel, dbias, mask=exists)
-    level_in = over_groups(weight_in * dbias, channel, WIDTH, TOGETHER)[:, None] / SIZE
-    slope_in = over_groups(weight_in * dweight, channel, WIDTH, TOGETHER)[:, None] / SIZE
+    level_in = over_groups(weight_in * dbias, channel, WIDTH, TOGETHER) / SIZE
+    slope_in = over_groups(weight_in * dweight, channel, WIDTH, TOGETHER) / SIZE
 
-    du = (dv * weight_in[:, None] - level_in - u * slope_in) * rstd_in[:, None]
+    du = through_norm(dv, u, weight_in, level_in, slope_in, rstd_in)
     write_cotangents(du, dv, factor, dt_ptr, dz_ptr, dx_ptr, at, inside, WRITES_X)
     for block in range(1, BLOCKS):
         pixel = block * COLUMNS + column
@@ -225,9 +225,9 @@ def _backward(
             t_ptr, x_ptr, z_ptr, factor, mean_in, rstd_in, weight_in, bias_in, mean_out, rstd_out, place, there, HAS_X
         )
         dlater = total_cotangent(dy_ptr, dy2_ptr, dy3_ptr, dy4_ptr, place, there, COTANGENTS)
-        dlater = dlater * weight_out[:, None] - level_out - w_later * slope_out
-        dlater = tl.where(flat_later, 0.0, dlater * rstd_out[:, None])
-        du = (dlater * weight_in[:, None] - level_in - u_later * slope_in) * rstd_in[:, None]
+        dlater = through_norm(dlater, w_later, weight_out, level_out, slope_out, rstd_out)
+        dlater = tl.where(flat_later, 0.0, dlater)
+        du = through_norm(dlater, u_later, weight_in, level_in, slope_in, rstd_in)
         write_cotangents(du, dlater, factor, dt_ptr, dz_ptr, dx_ptr, place, there, WRITES_X)
 
 

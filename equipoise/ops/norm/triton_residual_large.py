@@ -12,18 +12,18 @@ from equipoise.ops.norm.triton_pieces import (
     activation,
     added,
     again,
-    moments,
+    in_chunks,
+    measure_chunk,
     moments_of_parts,
     place_of,
     programs,
     read_channels,
     read_moments,
     rows_of,
+    through_norm,
     total_cotangent,
     total_of_parts,
     write_cotangents,
-    write_moments,
-    write_part,
     write_sums,
 )
 
@@ -72,36 +72,33 @@ def _forward(
     pixel = chunk * COLUMNS + tl.arange(0, COLUMNS)
     inside = exists[:, None] & (pixel < PIXELS)[None, :]
     at = place_of(channel, pixel, CHANNELS, PIXELS, LAST)
-    numbers = tl.minimum(PIXELS - chunk * COLUMNS, COLUMNS) * WIDTH
     u = added(t_ptr + origin, x_ptr + origin, factor, at, inside, HAS_X)
     if PASS == 0:
-        mean, spread = moments(u, inside, channel, numbers, WIDTH, TOGETHER)
-        write_part(means_in_ptr, mean, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
-        write_part(spreads_in_ptr, spread, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
+        measure_chunk(
+            u, inside, means_in_ptr, spreads_in_ptr, sample, channel, exists, chunk,
+            CHANNELS, PIXELS, WIDTH, TOGETHER, COLUMNS, CHUNKS,
+        )  # fmt: skip
     else:
         if PASS == 1:
             mean, rstd = moments_of_parts(
-                means_in_ptr, spreads_in_ptr, sample, channel, exists, eps_in,
+                means_in_ptr, spreads_in_ptr, mean_in_ptr, rstd_in_ptr, sample, channel, exists, chunk, eps_in,
                 CHANNELS, PIXELS, WIDTH, TOGETHER, COLUMNS, CHUNKS, LANES,
             )  # fmt: skip
-            if chunk == 0:
-                write_moments(mean_in_ptr, rstd_in_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
         else:
             mean, rstd = read_moments(mean_in_ptr, rstd_in_ptr, sample, channel, exists, CHANNELS, WIDTH)
         scale = rstd * read_channels(weight_in_ptr, channel, exists, 1.0, AFFINE_IN)
         bias = read_channels(bias_in_ptr, channel, exists, 0.0, AFFINE_IN)
         v = activation(u, mean, scale, bias, z_ptr + origin, at, inside)
         if PASS == 1:
-            mean, spread = moments(v, inside, channel, numbers, WIDTH, TOGETHER)
-            write_part(means_out_ptr, mean, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
-            write_part(spreads_out_ptr, spread, sample, channel, exists, chunk, CHANNELS, WIDTH, CHUNKS)
+            measure_chunk(
+                v, inside, means_out_ptr, spreads_out_ptr, sample, channel, exists, chunk,
+                CHANNELS, PIXELS, WIDTH, TOGETHER, COLUMNS, CHUNKS,
+            )  # fmt: skip
         else:
             mean, rstd = moments_of_parts(
-                means_out_ptr, spreads_out_ptr, sample, channel, exists, eps_out,
+                means_out_ptr, spreads_out_ptr, mean_out_ptr, rstd_out_ptr, sample, channel, exists, chunk, eps_out,
                 CHANNELS, PIXELS, WIDTH, TOGETHER, COLUMNS, CHUNKS, LANES,
             )  # fmt: skip
-            if chunk == 0:
-                write_moments(mean_out_ptr, rstd_out_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
             scale = rstd * read_channels(weight_out_ptr, channel, exists, 1.0, AFFINE_OUT)
             bias = read_channels(bias_out_ptr, channel, exists, 0.0, AFFINE_OUT)
             tl.store(y_ptr + origin + at, (v - mean[:, None]) * scale[:, None] + bias[:, None], mask=inside)
@@ -182,8 +179,7 @@ def _backward(
     else:
         level = total_of_parts(levels_out_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
         slope = total_of_parts(slopes_out_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-        dv = (dy * weight_out[:, None] - level[:, None] / SIZE - w * (slope[:, None] / SIZE)) * rstd_out[:, None]
-        dv = tl.where(flat, 0.0, dv)
+        dv = tl.where(flat, 0.0, through_norm(dy, w, weight_out, level / SIZE, slope / SIZE, rstd_out))
         if PASS == 1:
             write_sums(
                 dv, u, weight_in, levels_in_ptr, slopes_in_ptr, dweight_in_ptr, dbias_in_ptr,
@@ -192,7 +188,7 @@ def _backward(
         else:
             level = total_of_parts(levels_in_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
             slope = total_of_parts(slopes_in_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-            du = (dv * weight_in[:, None] - level[:, None] / SIZE - u * (slope[:, None] / SIZE)) * rstd_in[:, None]
+            du = through_norm(dv, u, weight_in, level / SIZE, slope / SIZE, rstd_in)
             write_cotangents(du, dv, factor, dt_ptr + origin, dz_ptr + origin, dx_ptr + origin, at, inside, WRITES_X)
 
 
@@ -207,7 +203,7 @@ def residual(
 ) -> None:
     """Write y and what is saved; arguments are those of the kernel for whole groups."""
     parts = saved.new_empty((*saved.shape, chunks))
-    cut = {**cut, "CHUNKS": chunks, "LANES": triton.next_power_of_2(chunks)}
+    cut = in_chunks(cut, chunks)
     for number in range(3):
         _forward[*programs(y.shape, cut), chunks](*given, y, *saved, *parts, *eps, PASS=number, **flags, **cut)
 
@@ -223,7 +219,7 @@ def residual_vjp(
     shape, saved, wanted = written[0].shape, given[8], flags["WRITES_AFFINE"]
     parts = saved.new_empty((4, *saved.shape, chunks))
     sums = saved.new_empty((4, shape[0], chunks, shape[1])) if wanted else parts
-    cut = {**cut, "CHUNKS": chunks, "LANES": triton.next_power_of_2(chunks)}
+    cut = in_chunks(cut, chunks)
     for number in range(3):
         _backward[*programs(shape, cut), chunks](*given, *written, *parts, *sums, PASS=number, **flags, **cut)
     return torch.sum(sums, dim=2) if wanted else None
