@@ -14,15 +14,22 @@ def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
 
 
 def require_number(
-    owner: str, name: str, value: Any, *, low: float, high: float = float("inf"), open_low: bool = False
+    owner: str,
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = float("inf"),
+    open_low: bool = False,
+    closed_high: bool = False,
 ) -> None:
-    """Raise unless `value` is a real number in [low, high) (or (low, high) with `open_low`)."""
+    """Raise unless `value` is a real number in [low, high); `open_low` and `closed_high` are about the two ends."""
     valid = isinstance(value, int | float) and not isinstance(value, bool)
     if valid:
-        valid = (low < value if open_low else low <= value) and value < high
+        valid = (low < value if open_low else low <= value) and (value <= high if closed_high else value < high)
     if not valid:
-        left = "(" if open_low else "["
-        raise ValueError(f"{owner}: {name} must be a number in {left}{low:g}, {high:g}), got {value!r}.")
+        left, right = "(" if open_low else "[", "]" if closed_high else ")"
+        raise ValueError(f"{owner}: {name} must be a number in {left}{low:g}, {high:g}{right}, got {value!r}.")
 
 
 def require_count(owner: str, name: str, value: Any, *, low: int = 1) -> None:

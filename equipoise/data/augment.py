@@ -231,6 +231,29 @@ class ScaleCrop(Augment):
         return scaled * inside[:, None], torch.where(inside, nearest, ignored)
 
 
+def cutmix(images: Tensor, partners: Tensor, draws: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Images with a window of others in them, in the same place, and the part of each image that is its own.
+
+    Windows have any share of the area, evenly drawn, and their centre anywhere; what lies outside is cut off.
+
+    Args:
+        images: (N, C, H, W).
+        partners: As many others.
+        draws: (N, `CUTMIX_DRAWS`) uniform numbers, on the device of the images.
+        share: Of the images that are changed.
+    """
+    height, width = images.shape[-2:]
+    side = draws[:, 1, None].sqrt()
+    rows, columns = (
+        _window(draws[:, k], size, torch.round(side * size).long()) for k, size in ((2, height), (3, width))
+    )
+    pasted = (draws[:, 0] < share)[:, None, None] & rows[:, :, None] & columns[:, None, :]
+    return torch.where(pasted[:, None], partners, images), 1 - pasted.float().mean((1, 2))
+
+
+CUTMIX_DRAWS = 4
+
+
 def _recoloured(images: Tensor, change: Tensor) -> Tensor:
     """Images (N, C, H, W) of values 0 to 255 with other brightness, contrast and balance of up to three channels.
 
@@ -248,8 +271,14 @@ def _integers(draws: Tensor, limit: int) -> Tensor:
     return (draws * limit).long().clamp(max=limit - 1)
 
 
-def _window(draws: Tensor, size: int, length: int) -> Tensor:
-    """(N, size) which of `size` places lie in a window of `length` about a place drawn evenly; its ends may be cut."""
+def _window(draws: Tensor, size: int, length: int | Tensor) -> Tensor:
+    """(N, size) which of `size` places lie in a window about a place drawn evenly; its ends may be cut.
+
+    Args:
+        draws: (N,) uniform numbers.
+        size: Places.
+        length: Of all windows, or (N, 1) of each.
+    """
     first = _integers(draws, size)[:, None] - length // 2
     places = torch.arange(size, device=draws.device)
     return (places >= first) & (places < first + length)

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from equipoise._draws import Rows
-from equipoise._errors import require_count, unknown_name
+from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._registry import Registry
 from equipoise._tree import register_record
 from equipoise.data._draws import keyed_order
-from equipoise.data.augment import Augment, normalise, row_draws
+from equipoise.data.augment import CUTMIX_DRAWS, Augment, cutmix, normalise, row_draws
 from equipoise.data.files import DamagedDataError, MissingDataError, data_root
 from equipoise.data.registry import register_data
 
@@ -182,7 +183,7 @@ class ImageBatch:
 
     Attributes:
         images: (N, C, H, W) float32, normalised.
-        targets: (N,) classes or (N, H, W) masks.
+        targets: (N,) classes, (N, classes) shares of them where images are mixed, or (N, H, W) masks.
         indices: (N,) numbers of the samples in their split.
         epoch: Number of passes finished before this one.
         position: Number of the next batch.
@@ -216,6 +217,7 @@ class PendingBatch:
         epoch: Number of passes finished before this one.
         position: Number of the next batch.
         rows: Which rows of the whole batch these are.
+        partners: (N,) samples that are mixed into them; None for none.
     """
 
     stream: "ImageStream"
@@ -223,16 +225,31 @@ class PendingBatch:
     epoch: int
     position: int
     rows: Rows
+    partners: Tensor | None = None
 
     def to(self, device: torch.device | str) -> ImageBatch:
         """The batch, augmented and normalised on a device."""
         stream = self.stream
-        images, targets = stream.split.fetch(self.indices, device)
-        if stream.augment is not None:
-            draws = row_draws(self.rows, stream.augment.draws, stream.seed, "augment", self.position)
-            images, targets = stream.augment(images, targets, draws.to(images.device, non_blocking=True))
+        images, targets = self._augmented(self.indices, "augment", device)
+        if self.partners is not None:
+            others, classes = self._augmented(self.partners, "augment partner", device)
+            draws = self._draws(CUTMIX_DRAWS, "cutmix", images.device)
+            images, kept = cutmix(images, others, draws, stream.cutmix)
+            own, other = (one_hot(labels, len(stream.data.classes)).float() for labels in (targets, classes))
+            targets = torch.lerp(other, own, kept[:, None])
         images = normalise(images, stream.data.mean, stream.data.std)
-        return ImageBatch(images, targets.long(), self.indices, self.epoch, self.position, self.rows)
+        return ImageBatch(images, targets, self.indices, self.epoch, self.position, self.rows)
+
+    def _augmented(self, indices: Tensor, key: str, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        stream = self.stream
+        images, targets = stream.split.fetch(indices, device)
+        if stream.augment is not None:
+            draws = self._draws(stream.augment.draws, key, images.device)
+            images, targets = stream.augment(images, targets, draws)
+        return images, targets.long()
+
+    def _draws(self, count: int, key: str, device: torch.device) -> Tensor:
+        return row_draws(self.rows, count, self.stream.seed, key, self.position).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -249,6 +266,7 @@ class ImageStream:
         samples: Numbers of the samples to use; None for all.
         shuffle: Whether this is training.
         augment: How images are changed; None for not at all.
+        cutmix: Share of the images that get a window of another one; of images with classes.
         seed: Key of order and augmentation.
         rank: Which share of the rows of each batch to take.
         world_size: Number of shares; together they are the rows of one process.
@@ -260,6 +278,7 @@ class ImageStream:
     samples: Tensor | None = None
     shuffle: bool = False
     augment: Augment | None = None
+    cutmix: float = 0.0
     seed: int = 0
     rank: int = 0
     world_size: int = 1
@@ -267,6 +286,9 @@ class ImageStream:
     def __post_init__(self) -> None:
         require_count("ImageStream", "batch_size", self.batch_size)
         require_count("ImageStream", "world_size", self.world_size)
+        require_number("ImageStream", "cutmix", self.cutmix, low=0.0, high=1.0, closed_high=True)
+        if self.cutmix and self.data.masks:
+            raise ValueError(f"ImageStream: cutmix mixes classes, and the images of {self.data.name!r} have masks.")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"ImageStream: rank {self.rank} does not exist among {self.world_size}; ranks begin at 0.")
         if self.shuffle and self.batch_size > len(self):
@@ -288,19 +310,27 @@ class ImageStream:
         require_count("ImageStream", "position", position, low=0)
         pending = self._pending(position)
         if isinstance(self.split, Decoded):
-            self.split.announce(pending.indices)
-            if self.shuffle or position + 1 < self.batches_per_epoch:
-                self.split.announce(self._pending(position + 1).indices)
+            goes_on = self.shuffle or position + 1 < self.batches_per_epoch
+            for coming in (pending, *([self._pending(position + 1)] if goes_on else [])):
+                self.split.announce(coming.indices)
+                if coming.partners is not None:
+                    self.split.announce(coming.partners)
         return pending
 
     def _pending(self, position: int) -> PendingBatch:
         epoch, index = divmod(position, self.batches_per_epoch)
-        order = _order(len(self), self.seed, epoch) if self.shuffle else torch.arange(len(self))
-        chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
-        rows = Rows.share(len(chosen), self.rank, self.world_size)
+        order = _order(len(self), self.seed, "image order", epoch) if self.shuffle else torch.arange(len(self))
+        chosen = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        rows = Rows.share(len(order[chosen]), self.rank, self.world_size)
+        partners = None
+        if self.cutmix:
+            partners = self._numbers(_order(len(self), self.seed, "partners", epoch)[chosen], rows)
+        return PendingBatch(self, self._numbers(order[chosen], rows), epoch, position + 1, rows, partners)
+
+    def _numbers(self, chosen: Tensor, rows: Rows) -> Tensor:
+        """Numbers in the split of this rank's rows of a batch."""
         mine = chosen[rows.start : rows.stop]
-        indices = mine if self.samples is None else self.samples[mine]
-        return PendingBatch(self, indices, epoch, position + 1, rows)
+        return mine if self.samples is None else self.samples[mine]
 
     def batches(self) -> Iterator[PendingBatch]:
         """One pass."""
@@ -308,8 +338,8 @@ class ImageStream:
 
 
 @functools.lru_cache(maxsize=4)  # one pass is read batch by batch
-def _order(size: int, seed: int, epoch: int) -> Tensor:
-    return keyed_order(size, seed, "image order", epoch)
+def _order(size: int, seed: int, key: str, epoch: int) -> Tensor:
+    return keyed_order(size, seed, key, epoch)
 
 
 IMAGES = Registry("image data set")

@@ -67,11 +67,23 @@ class VisionTask(Task):
         """How images are changed."""
         return None
 
+    @property
+    def cutmix(self) -> float:
+        """Share of the training images that get a window of another one."""
+        return 0.0
+
     def data(self) -> Splits:
         c, data = self.config, self.images
         stream = functools.partial(ImageStream, data, seed=self.seed, rank=self.rank, world_size=self.world_size)
         used, held = self._samples()
-        train = stream(data.splits["train"], c.batch_size, samples=used, shuffle=True, augment=self.augment(True))
+        train = stream(
+            data.splits["train"],
+            c.batch_size,
+            samples=used,
+            shuffle=True,
+            augment=self.augment(True),
+            cutmix=self.cutmix,
+        )
         held_out = {}
         for split in ("valid", "test"):
             part, samples = data.splits.get(split), None
@@ -126,9 +138,8 @@ class VisionTask(Task):
     def scores(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """(N, classes) scores of images, or (N, classes, H, W) of pixels, in float32 at least."""
         logits: Tensor = model(batch.images).logits
-        count, *size = batch.targets.shape
-        classes = len(self.images.classes)
-        expected = (count, classes, *size)
+        classes, size = len(self.images.classes), batch.targets.shape[1:] if self.masks else ()
+        expected = (len(batch.targets), classes, *size)
         if logits.shape != expected:
             raise ValueError(
                 f"task {self.name!r}: {type(model).__name__} gives scores of shape {tuple(logits.shape)} where "

@@ -35,6 +35,7 @@ class ClassificationConfig(VisionConfig):
         size: Side of resized crops, and of the middle part that is evaluated; with augment = "none", of the middle part
             that is trained on as well. None for the images as they are, which "crop_flip" is for.
         label_smoothing: Share of the target that is spread over all classes.
+        cutmix: Share of the training images that get a window of another one; both classes count by their areas.
     """
 
     augment: Literal["none", "crop_flip", "resized_crop"] = "none"
@@ -42,6 +43,7 @@ class ClassificationConfig(VisionConfig):
     erase: int = 0
     size: int | None = None
     label_smoothing: float = 0.0
+    cutmix: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,6 +52,7 @@ class ClassificationConfig(VisionConfig):
         if self.erase and self.augment != "crop_flip":
             raise ValueError(f"task: erase = {self.erase} is part of augment = 'crop_flip'; got {self.augment!r}.")
         require_number("task", "label_smoothing", self.label_smoothing, low=0.0, high=1.0)
+        require_number("task", "cutmix", self.cutmix, low=0.0, high=1.0, closed_high=True)
         if self.size is not None:
             require_count("task", "size", self.size)
             if self.augment == "crop_flip":
@@ -80,6 +83,10 @@ class ClassificationTask(VisionTask):
             return ResizedCrop(c.size)
         return None if c.size is None else CentreCrop(c.size)
 
+    @property
+    def cutmix(self) -> float:
+        return self.config.cutmix
+
     def metrics(self) -> "MetricCollection":
         return mean_metrics("loss", "accuracy", *(["top5"] if len(self.images.classes) > 5 else []))
 
@@ -88,7 +95,8 @@ class ClassificationTask(VisionTask):
     ) -> tuple[dict[str, Tensor], Any]:
         logits = self.scores(model, batch)
         loss = cross_entropy(logits, batch.targets, label_smoothing=self.config.label_smoothing)
-        return {"loss": loss, "accuracy": _hits(logits.detach(), batch.targets, 1).float().mean()}, None
+        classes = batch.targets.argmax(1) if batch.targets.dim() > 1 else batch.targets  # the larger part of a mixture
+        return {"loss": loss, "accuracy": _hits(logits.detach(), classes, 1).float().mean()}, None
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
         logits = self.scores(model, batch)

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from equipoise._draws import Rows
-from equipoise.data.augment import CentreCrop, CropFlip, ResizedCrop, ScaleCrop, normalise, row_draws
+from equipoise.data.augment import (
+    CUTMIX_DRAWS,
+    CentreCrop,
+    CropFlip,
+    ResizedCrop,
+    ScaleCrop,
+    cutmix,
+    normalise,
+    row_draws,
+)
 
 
 def ramp(count, height, width, channels=1):
@@ -117,6 +126,23 @@ def test_erasing_blackens_one_square_cut_by_the_border():
         assert torch.equal(image, expected)
     with pytest.raises(ValueError, match="erase"):
         CropFlip(erase=-1)
+
+
+def test_cutmix_pastes_a_window_of_another_image_and_tells_what_is_left():
+    images, partners = torch.full((40, 3, 9, 11), 7, dtype=torch.uint8), torch.full((40, 3, 9, 11), 2).byte()
+    draws = torch.rand(40, CUTMIX_DRAWS)
+    mixed, kept = cutmix(images, partners, draws, share=0.5)
+    for image, own, row in zip(mixed, kept, draws, strict=True):
+        side = float(row[1]) ** 0.5
+        high, wide = round(side * 9), round(side * 11)
+        top, left = int(row[2] * 9) - high // 2, int(row[3] * 11) - wide // 2
+        expected = torch.full((3, 9, 11), 7, dtype=torch.uint8)
+        if row[0] < 0.5:
+            expected[:, max(0, top) : max(0, top + high), max(0, left) : max(0, left + wide)] = 2
+        assert torch.equal(image, expected)
+        assert own == pytest.approx((expected[0] == 7).float().mean())
+    assert len(kept.unique()) > 10
+    assert torch.equal(cutmix(images, partners, draws, share=0.0)[0], images)
 
 
 @pytest.mark.parametrize("rule", [CropFlip(1), ResizedCrop(4)])

@@ -370,8 +370,9 @@ def test_evaluation_has_all_samples_in_order():
 
 
 @pytest.mark.parametrize("position", [0, 9])
-def test_shares_of_a_batch_are_the_whole_batch_augmented_alike(position):
-    options = {"shuffle": True, "augment": CropFlip(2), "seed": 1}
+@pytest.mark.parametrize("cutmix", [0.0, 0.8])
+def test_shares_of_a_batch_are_the_whole_batch_augmented_alike(position, cutmix):
+    options = {"shuffle": True, "augment": CropFlip(2), "seed": 1, "cutmix": cutmix}
     whole = stream(**options).batch(position).to("cpu")
     parts = [stream(**options, rank=k, world_size=5).batch(position).to("cpu") for k in range(5)]
     assert torch.equal(torch.cat([part.images for part in parts]), whole.images)
@@ -389,8 +390,26 @@ def test_batches_are_normalised_and_know_their_samples():
     assert torch.equal(batch.to("cpu").images, batch.images)
 
 
+def test_mixed_images_have_the_share_of_each_class_in_their_target():
+    """Images show their number in all pixels, and the number is the class."""
+    batch = stream(shuffle=True, cutmix=1.0, seed=2).batch(3).to("cpu")
+    assert batch.targets.shape == (5, 23)
+    shown = (batch.images[:, 0] * 255).round().long()
+    counts = torch.stack([(shown == number).float().mean((1, 2)) for number in range(23)], dim=1)
+    assert torch.allclose(batch.targets, counts, atol=1e-6)
+    assert (counts > 0).sum(1).max() == 2
+    plain = stream(shuffle=True, seed=2).batch(3)
+    assert torch.equal(plain.indices, batch.indices)  # what is mixed in changes no order
+
+
 def test_streams_refuse_what_cannot_be():
     data = numbered()
+    with pytest.raises(ValueError, match=r"cutmix must be a number in \[0, 1\], got 1.5"):
+        stream(cutmix=1.5)
+    part = Stored(torch.zeros(2, 1, 4, 4).byte(), torch.zeros(2, 4, 4).byte())
+    masked = ImageData("lanes", {"train": part}, ("a",), (0.0,), (1.0,), masks=True)
+    with pytest.raises(ValueError, match="cutmix mixes classes, and the images of 'lanes' have masks"):
+        ImageStream(masked, masked.splits["train"], 1, cutmix=0.5)
     with pytest.raises(ValueError, match="rank 2 does not exist"):
         stream(rank=2, world_size=2)
     with pytest.raises(ValueError, match="exceeds the 23 training images"):
