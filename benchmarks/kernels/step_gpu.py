@@ -3,7 +3,8 @@
     python -m benchmarks.kernels.step_gpu --out benchmarks/results/<date>_step
 
 Steps are those of the training loop, fetching of batches included, of a run without evaluations: the sizes of
-recipes/ptb_trellisnet.toml with 16 + 12 fixed steps on random words, and MDEQ TINY with 12 + 12 on images of shapes.
+recipes/ptb_trellisnet.toml with 16 + 12 fixed steps on random words, and MDEQ TINY with 12 + 12, LARGE and that of
+CamVid by their recipes, on images of shapes. With `--profile` the kernels of a replayed step follow, most time first.
 `ms` is wall time of many steps in a row; `host ms` is how long a step keeps the host, from an idle device on, median.
 Both ways start from one seed and see the same batches; a time is reported beside whether the losses of an early step,
 one that is replayed, agree (later ones need not: before training f of MDEQ is no contraction, and rounding grows).
@@ -18,6 +19,7 @@ import statistics
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ ALONE = 20
 SPLITS = {"train": 260_000, "valid": 4_000, "test": 4_000}
 WORDS = 10_000
 COMPARED = 6  # the step whose losses are compared, by then replayed
+LISTED = 40  # kernels of a profile
 AGREE = {"no": 1e-2, "bf16": 5e-2}
 
 Row = dict[str, Any]
@@ -49,19 +52,30 @@ class Case:
 
 FIXED_TRELLIS = ("stop.rtol=0.0", "stop.max_steps=16", "adjoint.stop.rtol=0.0", "adjoint.stop.max_steps=12")
 FIXED_MDEQ = ("stop.rtol=0.0", "stop.max_steps=12", "adjoint.stop.rtol=0.0", "adjoint.stop.max_steps=12")
-IMAGES = (
+CLASSES = (
     'task.data="shapes"',
     'task.options={size=32, train_size=1024, test_size=64, labels="classes"}',
     "warmup.steps=0",
+)
+MASKS = ('task.data="shapes"', "task.options={size=480, train_size=64, test_size=8}", "warmup.steps=0")
+IMAGES = (
+    *CLASSES,
     "solver={name='anderson', memory=5}",
     "adjoint.solver={name='anderson', memory=5}",
 )
 SMALL_MDEQ = ("task.batch_size=4", "stop.max_steps=2", "adjoint.stop.max_steps=2")
+NARROW = ("model.channels=[8,8,8,8]", "train.precision=no")
 CASES = {
     "ptb_trellisnet bf16": Case(
         "ptb_trellisnet",
         FIXED_TRELLIS,
         ("model.embedding_size=16", "model.hidden_size=16", "task.batch_size=4", "task.length=8"),
+    ),
+    "mdeq_cifar_large bf16": Case(
+        "cifar10_large_short", CLASSES, (*SMALL_MDEQ, *NARROW, "model.head_channels=[2,2,2,2]")
+    ),
+    "mdeq_camvid_small bf16": Case(
+        "camvid_small", MASKS, (*SMALL_MDEQ, *NARROW, "task.crop=[32, 48]", "task.options.size=32")
     ),
     "mdeq_cifar_tiny fp32": Case("cifar10_tiny", (*IMAGES, *FIXED_MDEQ), SMALL_MDEQ),
     "mdeq_cifar_tiny bf16": Case("cifar10_tiny", (*IMAGES, *FIXED_MDEQ, "train.precision=bf16"), SMALL_MDEQ),
@@ -94,8 +108,8 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def measure(run: _Run, small: bool) -> Row:
-    """Times of steps, and the loss of an early one."""
+def measure(run: _Run, small: bool, profile: bool) -> Row:
+    """Times of steps, the loss of an early one, and perhaps the kernels of a late one."""
 
     def step() -> torch.Tensor:
         found = run._train_step()
@@ -125,15 +139,31 @@ def measure(run: _Run, small: bool) -> Row:
     }
     if run.captured is not None:
         row |= {"replayed": run.captured.replayed, "fallbacks": dict(run.captured.fallbacks)}
+    if profile and torch.cuda.is_available():
+        row["kernels"] = kernels_of(step)
     return row
 
 
-def rows_of(name: str, case: Case, folder: Path, small: bool) -> dict[str, Row]:
+def kernels_of(step: Callable[[], torch.Tensor]) -> list[Row]:
+    """Kernels of a step by name: how often, and milliseconds in all."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in profiler.events() or ():
+        if str(event.device_type).endswith("CUDA"):
+            found.setdefault(event.name[:100], []).append(event.time_range.elapsed_us() / 1e3)
+    rows = [{"kernel": name, "count": len(times), "ms": sum(times)} for name, times in found.items()]
+    return sorted(rows, key=lambda row: -float(str(row["ms"])))[:LISTED]
+
+
+def rows_of(name: str, case: Case, folder: Path, small: bool, profile: bool) -> dict[str, Row]:
     """A case both ways, and whether they agree."""
     rows: dict[str, Row] = {}
     for capture in (False, True):
         run = run_of(case, folder / "words", folder / f"{name} {capture}", capture, small)
-        rows["captured" if capture else "ordinary"] = row = measure(run, small)
+        rows["captured" if capture else "ordinary"] = row = measure(run, small, profile and capture)
         row["precision"] = run.recipe.train.precision
         del run
         gc.collect()  # a run and its recordings refer to each other
@@ -147,6 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for step.json")
     parser.add_argument("--only", default="", help="the cases whose names contain this")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a replayed step too")
     parser.add_argument("--dry", action="store_true", help="small sizes and few steps, on any device")
     arguments = parser.parse_args()
     if not arguments.dry and not torch.cuda.is_available():
@@ -162,7 +193,7 @@ def main() -> None:
             if arguments.only not in name:
                 continue
             try:
-                results[name] = rows_of(name, case, Path(temporary), arguments.dry)
+                results[name] = rows_of(name, case, Path(temporary), arguments.dry, arguments.profile)
             except Exception as error:  # the others are still wanted
                 traceback.print_exc()
                 results[name] = {"failed": f"{type(error).__name__}: {error}"}
@@ -170,6 +201,8 @@ def main() -> None:
             for way, row in results[name].items():
                 mark = "" if row.get("check", True) else f"  CHECK RED {row.get('fallbacks', '')}"
                 print(f"{name:24} {way:10} {row['ms']:8.3f} {row['host ms']:8.3f} {row['loss']:9.4f}{mark}")
+                for kernel in row.get("kernels", ()):
+                    print(f"    {kernel['ms']:8.3f} ms {kernel['count']:5} × {kernel['kernel']}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "step.json").write_text(json.dumps({**header, "rows": results}, indent=1) + "\n", encoding="utf-8")
 
