@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from equipoise._errors import unknown_name
+from equipoise._tensor_file import write_tensors
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.base import SOLVERS, Solver, as_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -44,8 +45,6 @@ def save_solver(
         model: What it was fitted to; None if that is not to be checked when it is loaded.
         notes: Plain values to keep with it, e.g. how it was fitted.
     """
-    from safetensors.torch import save_file
-
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
@@ -57,7 +56,7 @@ def save_solver(
     tensors = {name: value.detach().cpu().contiguous() for name, value in solver.state_dict().items()}
     partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
     try:
-        save_file(tensors, partial, metadata=metadata)
+        write_tensors(partial, tensors, metadata)
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

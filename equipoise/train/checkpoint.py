@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._errors import unknown_name
+from equipoise._tensor_file import write_tensors
 
 MODEL, CONFIG, TRAINER, BEST = "model.safetensors", "config.json", "trainer.pt", "best.json"
 SAVE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -217,9 +218,7 @@ def _write(path: Path, fill: Callable[[Any], Any]) -> None:
 
 
 def _write_model(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    from safetensors.torch import save_file
-
-    save_file(tensors, path, metadata=metadata)
+    write_tensors(path, tensors, metadata)
     _sync(path)
 
 

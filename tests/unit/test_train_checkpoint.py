@@ -78,6 +78,8 @@ def test_round_trip(tmp_path):
     assert torch.equal(found.trainer["nested"][3], torch.arange(3))
     assert hidden(folder.parent) == []
     assert torch.load(folder / "trainer.pt", weights_only=True)["step"] == 5
+    modes = {path.stat().st_mode for path in folder.iterdir()}
+    assert len(modes) == 1  # who may read the one may read the others
 
 
 def test_weights_alone(tmp_path):
