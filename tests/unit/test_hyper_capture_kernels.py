@@ -80,4 +80,6 @@ def test_a_residual_that_is_given_is_the_one_that_is_found(name, settings):
             fz = problem.evaluate(z)
             expected, given = solver.advance(problem.spec, z, fz, given, problem.residual(z, fz))
             z, found = solver.advance(problem.spec, z, fz, found)
-            assert all(torch.equal(a, b) for a, b in zip(z, expected, strict=True))
+            # One lies in a ring, the other does not: some processors round products otherwise for another alignment.
+            for ours, theirs in zip(z, expected, strict=True):
+                assert (ours - theirs).abs().max() <= 4 * torch.finfo(ours.dtype).eps * theirs.abs().max()
