@@ -19,6 +19,9 @@ from equipoise._draws import Rows
 from equipoise._errors import require_count, require_number
 from equipoise.data._draws import keyed_bits
 
+CUTMIX_DRAWS = 4
+"""Numbers that `cutmix` needs for a row."""
+
 _BITS = 24  # of a drawn number: what float32 holds exactly, so that none is rounded up to 1
 
 
@@ -249,9 +252,6 @@ def cutmix(images: Tensor, partners: Tensor, draws: Tensor, share: float) -> tup
     )
     pasted = (draws[:, 0] < share)[:, None, None] & rows[:, :, None] & columns[:, None, :]
     return torch.where(pasted[:, None], partners, images), 1 - pasted.float().mean((1, 2))
-
-
-CUTMIX_DRAWS = 4
 
 
 def _recoloured(images: Tensor, change: Tensor) -> Tensor:
