@@ -19,13 +19,14 @@ import statistics
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.kernels.steps_gpu import profiled
 from equipoise.train.loop import _Run, setup
 from equipoise.train.recipe import Recipe
 
@@ -139,23 +140,11 @@ def measure(run: _Run, small: bool, profile: bool) -> Row:
     }
     if run.captured is not None:
         row |= {"replayed": run.captured.replayed, "fallbacks": dict(run.captured.fallbacks)}
-    if profile and torch.cuda.is_available():
-        row["kernels"] = kernels_of(step)
+    if profile:
+        found = profiled(step, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        rows = [{"kernel": name[:100], "count": len(times), "ms": sum(times) / 1e3} for name, times in found.items()]
+        row["kernels"] = sorted(rows, key=itemgetter("ms"), reverse=True)[:LISTED]
     return row
-
-
-def kernels_of(step: Callable[[], torch.Tensor]) -> list[Row]:
-    """Kernels of a step by name: how often, and milliseconds in all."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        step()
-        torch.cuda.synchronize()
-    found: dict[str, list[float]] = {}
-    for event in profiler.events() or ():
-        if str(event.device_type).endswith("CUDA"):
-            found.setdefault(event.name[:100], []).append(event.time_range.elapsed_us() / 1e3)
-    rows = [{"kernel": name, "count": len(times), "ms": sum(times)} for name, times in found.items()]
-    return sorted(rows, key=lambda row: -float(str(row["ms"])))[:LISTED]
 
 
 def rows_of(name: str, case: Case, folder: Path, small: bool, profile: bool) -> dict[str, Row]:

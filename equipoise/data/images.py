@@ -320,12 +320,12 @@ class ImageStream:
     def _pending(self, position: int) -> PendingBatch:
         epoch, index = divmod(position, self.batches_per_epoch)
         order = _order(len(self), self.seed, "image order", epoch) if self.shuffle else torch.arange(len(self))
-        chosen = slice(index * self.batch_size, (index + 1) * self.batch_size)
-        rows = Rows.share(len(order[chosen]), self.rank, self.world_size)
-        partners = None
+        places = slice(index * self.batch_size, (index + 1) * self.batch_size)
+        chosen, partners = order[places], None
+        rows = Rows.share(len(chosen), self.rank, self.world_size)
         if self.cutmix:
-            partners = self._numbers(_order(len(self), self.seed, "partners", epoch)[chosen], rows)
-        return PendingBatch(self, self._numbers(order[chosen], rows), epoch, position + 1, rows, partners)
+            partners = self._numbers(_order(len(self), self.seed, "partners", epoch)[places], rows)
+        return PendingBatch(self, self._numbers(chosen, rows), epoch, position + 1, rows, partners)
 
     def _numbers(self, chosen: Tensor, rows: Rows) -> Tensor:
         """Numbers in the split of this rank's rows of a batch."""
@@ -337,9 +337,7 @@ class ImageStream:
         return map(self.batch, range(self.batches_per_epoch))
 
 
-@functools.lru_cache(maxsize=4)  # one pass is read batch by batch
-def _order(size: int, seed: int, key: str, epoch: int) -> Tensor:
-    return keyed_order(size, seed, key, epoch)
+_order = functools.lru_cache(maxsize=4)(keyed_order)  # one pass is read batch by batch
 
 
 IMAGES = Registry("image data set")

@@ -137,8 +137,7 @@ class Penalty:
     def __post_init__(self) -> None:
         for name in ("weight", "growth", "warmup_weight"):
             require_number("Penalty", name, getattr(self, name), low=0.0)
-        if not 0 <= self.probability <= 1:
-            raise ValueError(f"Penalty: probability must be a number in [0, 1], got {self.probability!r}.")
+        require_number("Penalty", "probability", self.probability, low=0.0, high=1.0, closed_high=True)
         if self.every is not None:
             require_count("Penalty", "every", self.every)
         if self.stop is not None:
