@@ -41,7 +41,12 @@ STEPS = 18
 BACKWARD = 20
 AGREEING = 4  # steps over which both engines are compared
 PRODUCTS = (2, 12)
-SOLVERS: dict[str, eq.Solver] = {"picard": eq.Picard(), "anderson": eq.Anderson(), "broyden": eq.Broyden()}
+SOLVERS: dict[str, eq.Solver] = {
+    "picard": eq.Picard(),
+    "anderson": eq.Anderson(),
+    "anderson 3": eq.Anderson(memory=3),  # as many steps where f is a contraction, and half the bytes
+    "broyden": eq.Broyden(),
+}
 BUDGETS = (10, 40)
 LISTED = 14  # kernels that a row names
 KERNELS = "equipoise.ops.norm._use_kernel"

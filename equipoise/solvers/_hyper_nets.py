@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, linear, pad
+from torch.nn.functional import adaptive_avg_pool2d, interpolate, linear, pad
 
 from equipoise._problem import HALF
 from equipoise._tree import Leaves
@@ -50,26 +50,33 @@ class SequenceInitialiser(nn.Module):
 class ImageInitialiser(nn.Module):
     """For each resolution, from the input averaged to its size: a 3×3 convolution, ReLU, a 1×1 convolution.
 
+    Before its ReLU a resolution also gets the coarser one's features, through a 1×1 convolution, so that the finest
+    knows the whole image; and a 1×1 convolution of its input goes past the few features between.
+
     Args:
         source: Channels of the input (N, C, H, W).
         hidden: Channels between.
-        state: Channels of each resolution.
+        state: Channels of each resolution, from the highest to the lowest.
     """
 
     def __init__(self, source: int, hidden: int, state: Sequence[int]) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(source, hidden, TAPS, padding=TAPS // 2),
-                nn.ReLU(),
-                _silent(nn.Conv2d(hidden, channels, 1)),
-            )
-            for channels in state
-        )
+        self.inner = nn.ModuleList(nn.Conv2d(source, hidden, TAPS, padding=TAPS // 2) for _ in state)
+        self.coarser = nn.ModuleList(nn.Conv2d(hidden, hidden, 1, bias=False) for _ in state[1:])
+        self.out = nn.ModuleList(_silent(nn.Conv2d(hidden, channels, 1)) for channels in state)
+        self.past = nn.ModuleList(_silent(nn.Conv2d(source, channels, 1, bias=False)) for channels in state)
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        x, sizes = x.to(next(self.parameters()).dtype), [leaf.shape[-2:] for leaf in like]
-        return [branch(_resized(x, size)) for branch, size in zip(self.branches, sizes, strict=True)]
+        x = x.to(next(self.parameters()).dtype)
+        sources = [_resized(x, leaf.shape[-2:]) for leaf in like]
+        features = [inner(source) for inner, source in zip(self.inner, sources, strict=True)]
+        for finer in reversed(range(len(like))):
+            if finer + 1 < len(like):
+                told = self.coarser[finer](features[finer + 1])
+                features[finer] = features[finer] + interpolate(told, size=features[finer].shape[-2:])
+            features[finer] = features[finer].relu()
+        parts = zip(self.out, features, self.past, sources, strict=True)
+        return [out(between) + past(source) for out, between, past, source in parts]
 
 
 def _resized(x: Tensor, size: Sequence[int]) -> Tensor:

@@ -95,8 +95,7 @@ class ClassificationTask(VisionTask):
     ) -> tuple[dict[str, Tensor], Any]:
         logits = self.scores(model, batch)
         loss = cross_entropy(logits, batch.targets, label_smoothing=self.config.label_smoothing)
-        classes = batch.targets.argmax(1) if batch.targets.dim() > 1 else batch.targets  # the larger part of a mixture
-        return {"loss": loss, "accuracy": _hits(logits.detach(), classes, 1).float().mean()}, None
+        return {"loss": loss, "accuracy": _hits(logits.detach(), batch.targets, 1).float().mean()}, None
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
         logits = self.scores(model, batch)
@@ -111,7 +110,9 @@ class ClassificationTask(VisionTask):
 
 
 def _hits(logits: Tensor, targets: Tensor, count: int) -> Tensor:
-    """(N,) whether the target is among the `count` highest scores."""
+    """(N,) whether the target, or the larger part of a mixture of classes, is among the `count` highest scores."""
+    if targets.dim() > 1:
+        targets = targets.argmax(1)
     if count == 1:
         return logits.argmax(1) == targets
     return (logits.topk(count, dim=1).indices == targets[:, None]).any(1)

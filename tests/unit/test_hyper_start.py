@@ -1,4 +1,4 @@
-"""The learned start of sequences: a causal convolution however it is computed, and which systems get it."""
+"""The learned start: of sequences a causal convolution however it is computed, of images one that knows all of them."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 import equipoise as eq
 from equipoise._problem import Problem, StateSpec
 from equipoise.solvers import HyperAnderson, load_solver, save_solver
-from equipoise.solvers._hyper_nets import SequenceInitialiser
+from equipoise.solvers._hyper_nets import ImageInitialiser, SequenceInitialiser
 from equipoise.tasks.hyper import FitSettings, fit_hyper_solver
 from tests.captured import Launches
 
@@ -119,6 +119,55 @@ def test_it_takes_few_operations(warm, leaves, most):
     names = [name for name in launches.names if name not in VIEWS]
     assert "mm" in names
     assert len(names) <= most, names
+
+
+# Images
+
+
+def image_start(*channels, seed=0):
+    """The network with weights as after some fitting."""
+    torch.manual_seed(seed)
+    net = ImageInitialiser(3, HIDDEN, channels)
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return net
+
+
+def maps(channels, height=16, width=12):
+    """Empty states of so many channels, each of half the size of the one before, rounded up."""
+    return [torch.zeros(2, count, -(-height // 2**i), -(-width // 2**i)) for i, count in enumerate(channels)]
+
+
+@pytest.mark.parametrize("channels", [(4,), (4, 2), (4, 2, 6)])
+def test_of_images_it_is_what_is_said(channels):
+    net, x, like = image_start(*channels), torch.randn(2, 3, 16, 12), maps(channels)
+    features = None
+    for i in reversed(range(len(channels))):
+        source = nn.functional.avg_pool2d(x, 2**i)
+        told = net.inner[i](source)
+        if features is not None:
+            told = told + net.coarser[i](features).repeat_interleave(2, 2).repeat_interleave(2, 3)
+        features = told.relu()
+        expected = net.out[i](features) + net.past[i](source)
+        torch.testing.assert_close(net(x, like)[i], expected)
+
+
+def test_every_pixel_knows_the_whole_image():
+    """With one resolution it knows its neighbours alone."""
+    x = torch.zeros(2, 3, 16, 12)
+    changed = x.clone()
+    changed[:, :, :3, :3] = 1.0
+    for channels, far in (((4,), False), ((4, 2, 6), True)):
+        net = image_start(*channels)
+        before, after = (net(item, maps(channels))[0] for item in (x, changed))
+        assert bool((before != after)[:, :, 6, 6].any()) == far
+
+
+@pytest.mark.parametrize("size", [(1, 1), (5, 7), (9, 4)])
+def test_images_may_be_of_any_size(size):
+    like = maps((4, 2, 6), *size)
+    found = image_start(4, 2, 6)(torch.randn(2, 3, *size), like)
+    assert [leaf.shape for leaf in found] == [leaf.shape for leaf in like]
 
 
 # Fits

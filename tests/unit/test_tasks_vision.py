@@ -91,6 +91,19 @@ def test_scores_of_classes_are_those_of_a_plain_count():
     assert found["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_mixed_classes_count_by_their_larger_part():
+    """Training images, which may be mixed, are scored as well: learned solvers are fitted to them."""
+    torch.manual_seed(0)
+    logits, targets, others = torch.randn(20, 10), *torch.randint(0, 10, (2, 20))
+    mixed = 0.6 * torch.eye(10)[targets] + 0.4 * torch.eye(10)[others]
+    task, model = classification(cutmix=0.5), Fixed(logits)
+    found, plain = (scores(task, model, [batch(given)]) for given in (mixed, targets))
+    assert [found[name] for name in ("accuracy", "top5")] == [plain[name] for name in ("accuracy", "top5")]
+    assert found["loss"] == pytest.approx(float(cross_entropy(logits, mixed)), rel=1e-5)
+    losses, _ = task.training_step(model, batch(mixed), None, 0)
+    assert float(losses["accuracy"]) == pytest.approx(plain["accuracy"])
+
+
 def test_five_classes_have_no_top_five():
     task = ClassificationTask(
         ClassificationConfig(data="shapes", options={**SMALL, "labels": "classes"}), {"name": "mdeq_digits"}
