@@ -34,8 +34,8 @@ class HyperConfig:
         local: Of sequences: weights and a step length for each position, from its own residuals, instead of one set
             for all. What a position gets does not depend on later ones.
         rank: Inner size of a linear map of the newest residual that is added to the next iterate; 0 for none. It
-            stands for what further plain steps would add, so that fewer are needed. Not for images, where maps of low
-            rank by pixel were found to add nothing.
+            stands for what further plain steps would add, so that fewer are needed. Not for images, where linear
+            maps by pixel were found to add little.
         reach: Of sequences: how many positions it looks at, a position's own and those before it.
         warm: What becomes of a start that is not zero: "keep" it, or "replace" it by the learned one.
     """

@@ -20,9 +20,10 @@ TAPS = 3  # of every convolution over time or space
 
 
 class SequenceInitialiser(nn.Module):
-    """A causal convolution over three positions, ReLU, and a linear map: (N, T, source) to (N, T, d) for each leaf.
+    """A linear map to few features, a causal convolution of these over three positions with ReLU, a linear map of both.
 
-    An input in half precision is multiplied in it: this is only a start.
+    From (N, T, source) to (N, T, d) for each leaf. An input, which may have thousands of features, is read once, and
+    multiplied in half precision if it is in it: this is only a start.
 
     Args:
         source: Features of a position of the input.
@@ -33,18 +34,16 @@ class SequenceInitialiser(nn.Module):
     def __init__(self, source: int, hidden: int, state: Sequence[int]) -> None:
         super().__init__()
         self.state = list(state)
-        self.conv = nn.Conv1d(source, hidden, TAPS)
-        self.out = _silent(nn.Linear(hidden, sum(state)))
+        self.few = nn.Linear(source, hidden, bias=False)
+        self.conv = nn.Conv1d(hidden, hidden, TAPS)
+        self.out = _silent(nn.Linear(2 * hidden, sum(state)))
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
         own = self.out.weight.dtype
         x = x if x.dtype in HALF else x.to(own)
-        # Multiplied first and shifted after: what is shifted has few features, the input may have thousands.
-        taps = self.conv.weight.permute(2, 0, 1).to(x.dtype, memory_format=torch.contiguous_format)
-        products = linear(x, taps.flatten(0, 1))  # (N, T, 3·hidden), the oldest position's first
-        of_taps = _past(products, TAPS).unflatten(2, (TAPS, -1))  # (N, T, 3, hidden, 3)
-        hidden = of_taps.diagonal(dim1=2, dim2=4).sum(-1, dtype=own).add(self.conv.bias).relu()
-        return list(self.out(hidden).split(self.state, dim=-1))
+        few = linear(x, self.few.weight.to(x.dtype)).to(own)
+        convolved = linear(_past(few, TAPS).flatten(2), self.conv.weight.flatten(1), self.conv.bias)
+        return list(self.out(torch.cat([few, convolved.relu()], dim=-1)).split(self.state, dim=-1))
 
 
 class ImageInitialiser(nn.Module):

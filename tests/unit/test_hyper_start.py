@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import equipoise as eq
@@ -31,7 +33,9 @@ def problem_of(solver, x):
 
 def convolved(net, x):
     """The definition."""
-    return net.out(net.conv(nn.functional.pad(x.mT, (2, 0))).relu().mT).split(net.state, dim=-1)
+    few = net.few(x)
+    convolved = net.conv(nn.functional.pad(few.mT, (2, 0))).relu().mT
+    return net.out(torch.cat([few, convolved], dim=-1)).split(net.state, dim=-1)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
@@ -80,13 +84,29 @@ def test_inputs_in_half_precision(dtype):
 def test_files_are_those_of_the_convolution(tmp_path):
     solver, x = made(4), torch.randn(3, 7, SOURCE)
     assert {name: tuple(value.shape) for name, value in solver.initialiser.state_dict().items()} == {
-        "conv.weight": (HIDDEN, SOURCE, 3),
+        "few.weight": (HIDDEN, SOURCE),
+        "conv.weight": (HIDDEN, HIDDEN, 3),
         "conv.bias": (HIDDEN,),
-        "out.weight": (4, HIDDEN),
+        "out.weight": (4, 2 * HIDDEN),
         "out.bias": (4,),
     }
     loaded = load_solver(save_solver(solver, tmp_path / "solver.safetensors"))
     assert torch.equal(loaded.initialiser(x, [])[0], solver.initialiser(x, [])[0])
+
+
+@pytest.mark.parametrize("change", ["fewer", "other"])
+def test_files_of_other_networks_are_refused(tmp_path, change):
+    path = save_solver(made(4), tmp_path / "solver.safetensors")
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    state = load_file(path)
+    if change == "fewer":
+        del state["initialiser.few.weight"]
+    else:
+        state["initialiser.conv.weight"] = torch.zeros(HIDDEN, SOURCE, 3)
+    save_file(state, path, metadata=metadata)
+    with pytest.raises(ValueError, match=r"was written by another version of equipoise.* fit it again"):
+        load_solver(path)
 
 
 # Which systems get it
@@ -106,7 +126,7 @@ def test_systems_that_are_not_zero_keep_their_start(sizes):
     assert all(new[[0, 5]].any() for new in learned)
 
 
-@pytest.mark.parametrize(("warm", "leaves", "most"), [("keep", 1, 9), ("keep", 2, 14), ("replace", 1, 7)])
+@pytest.mark.parametrize(("warm", "leaves", "most"), [("keep", 1, 11), ("keep", 2, 16), ("replace", 1, 9)])
 @torch.no_grad()
 def test_it_takes_few_operations(warm, leaves, most):
     """A solve of few steps has little else. With several leaves, each is put in order by itself."""
