@@ -20,7 +20,7 @@ from equipoise._errors import require_count, require_number
 from equipoise.data._draws import keyed_bits
 
 CUTMIX_DRAWS = 4
-"""Numbers that `cutmix` needs for a row."""
+"""Numbers that `cutmix_windows` needs for a row."""
 
 _BITS = 24  # of a drawn number: what float32 holds exactly, so that none is rounded up to 1
 
@@ -234,24 +234,22 @@ class ScaleCrop(Augment):
         return scaled * inside[:, None], torch.where(inside, nearest, ignored)
 
 
-def cutmix(images: Tensor, partners: Tensor, draws: Tensor, share: float) -> tuple[Tensor, Tensor]:
-    """Images with a window of others in them, in the same place, and the part of each image that is its own.
+def cutmix_windows(images: Tensor, draws: Tensor, share: float) -> Tensor:
+    """(N, H, W) which pixels of images are to come from others.
 
     Windows have any share of the area, evenly drawn, and their centre anywhere; what lies outside is cut off.
 
     Args:
         images: (N, C, H, W).
-        partners: As many others.
         draws: (N, `CUTMIX_DRAWS`) uniform numbers, on the device of the images.
-        share: Of the images that are changed.
+        share: Of the images that get a window.
     """
     height, width = images.shape[-2:]
     side = draws[:, 1, None].sqrt()
     rows, columns = (
         _window(draws[:, k], size, torch.round(side * size).long()) for k, size in ((2, height), (3, width))
     )
-    pasted = (draws[:, 0] < share)[:, None, None] & rows[:, :, None] & columns[:, None, :]
-    return torch.where(pasted[:, None], partners, images), 1 - pasted.float().mean((1, 2))
+    return (draws[:, 0] < share)[:, None, None] & rows[:, :, None] & columns[:, None, :]
 
 
 def _recoloured(images: Tensor, change: Tensor) -> Tensor:

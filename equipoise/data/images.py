@@ -19,7 +19,7 @@ from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._registry import Registry
 from equipoise._tree import register_record
 from equipoise.data._draws import keyed_order
-from equipoise.data.augment import CUTMIX_DRAWS, Augment, cutmix, normalise, row_draws
+from equipoise.data.augment import CUTMIX_DRAWS, Augment, cutmix_windows, normalise, row_draws
 from equipoise.data.files import DamagedDataError, MissingDataError, data_root
 from equipoise.data.registry import register_data
 
@@ -232,11 +232,15 @@ class PendingBatch:
         stream = self.stream
         images, targets = self._augmented(self.indices, "augment", device)
         if self.partners is not None:
-            others, classes = self._augmented(self.partners, "augment partner", device)
+            others, their_targets = self._augmented(self.partners, "augment partner", device)
             draws = self._draws(CUTMIX_DRAWS, "cutmix", images.device)
-            images, kept = cutmix(images, others, draws, stream.cutmix)
-            own, other = (one_hot(labels, len(stream.data.classes)).float() for labels in (targets, classes))
-            targets = torch.lerp(other, own, kept[:, None])
+            pasted = cutmix_windows(images, draws, stream.cutmix)
+            images = torch.where(pasted[:, None], others, images)
+            if stream.data.masks:
+                targets = torch.where(pasted, their_targets, targets)
+            else:  # each class by its area
+                own, theirs = (one_hot(labels, len(stream.data.classes)).float() for labels in (targets, their_targets))
+                targets = torch.lerp(own, theirs, pasted.float().mean((1, 2))[:, None])
         images = normalise(images, stream.data.mean, stream.data.std)
         return ImageBatch(images, targets, self.indices, self.epoch, self.position, self.rows)
 
@@ -266,7 +270,7 @@ class ImageStream:
         samples: Numbers of the samples to use; None for all.
         shuffle: Whether this is training.
         augment: How images are changed; None for not at all.
-        cutmix: Share of the images that get a window of another one; of images with classes.
+        cutmix: Share of the images that get a window of another one, with its mask, or its class by the area.
         seed: Key of order and augmentation.
         rank: Which share of the rows of each batch to take.
         world_size: Number of shares; together they are the rows of one process.
@@ -287,8 +291,6 @@ class ImageStream:
         require_count("ImageStream", "batch_size", self.batch_size)
         require_count("ImageStream", "world_size", self.world_size)
         require_number("ImageStream", "cutmix", self.cutmix, low=0.0, high=1.0, closed_high=True)
-        if self.cutmix and self.data.masks:
-            raise ValueError(f"ImageStream: cutmix mixes classes, and the images of {self.data.name!r} have masks.")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"ImageStream: rank {self.rank} does not exist among {self.world_size}; ranks begin at 0.")
         if self.shuffle and self.batch_size > len(self):

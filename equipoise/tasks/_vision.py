@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from equipoise._errors import require_count
+from equipoise._errors import require_count, require_number
 from equipoise.data._draws import keyed_order
 from equipoise.data.augment import Augment
 from equipoise.data.images import ImageBatch, ImageData, ImageStream, load_images
@@ -28,6 +28,7 @@ class VisionConfig:
         hold_out: Training images set aside for validation. With 0, a set without a validation split is validated on its
             test split, as published runs do, and the log says so.
         transfer: Folder of a run whose stem and f the model begins with; None to begin afresh.
+        cutmix: Share of the training images that get a window of another one.
     """
 
     data: str = "digits"
@@ -37,6 +38,7 @@ class VisionConfig:
     train_size: int | None = None
     hold_out: int = 0
     transfer: str | None = None
+    cutmix: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "eval_batch_size"):
@@ -44,6 +46,7 @@ class VisionConfig:
         require_count("task", "hold_out", self.hold_out, low=0)
         if self.train_size is not None:
             require_count("task", "train_size", self.train_size)
+        require_number("task", "cutmix", self.cutmix, low=0.0, high=1.0, closed_high=True)
 
 
 class VisionTask(Task):
@@ -67,11 +70,6 @@ class VisionTask(Task):
         """How images are changed."""
         return None
 
-    @property
-    def cutmix(self) -> float:
-        """Share of the training images that get a window of another one."""
-        return 0.0
-
     def data(self) -> Splits:
         c, data = self.config, self.images
         stream = functools.partial(ImageStream, data, seed=self.seed, rank=self.rank, world_size=self.world_size)
@@ -82,7 +80,7 @@ class VisionTask(Task):
             samples=used,
             shuffle=True,
             augment=self.augment(True),
-            cutmix=self.cutmix,
+            cutmix=c.cutmix,
         )
         held_out = {}
         for split in ("valid", "test"):

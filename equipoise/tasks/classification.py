@@ -28,6 +28,7 @@ class ClassificationConfig(VisionConfig):
         train_size: Training images used; None for all.
         hold_out: Training images set aside for validation.
         transfer: Folder of a run whose stem and f the model begins with; None to begin afresh.
+        cutmix: Share of the training images that get a window of another one; both classes count by their areas.
         augment: "none"; "crop_flip", crops out of a black frame, mirrored; "resized_crop", windows of any size and
             shape, mirrored.
         padding: Width of the frame of "crop_flip".
@@ -35,7 +36,6 @@ class ClassificationConfig(VisionConfig):
         size: Side of resized crops, and of the middle part that is evaluated; with augment = "none", of the middle part
             that is trained on as well. None for the images as they are, which "crop_flip" is for.
         label_smoothing: Share of the target that is spread over all classes.
-        cutmix: Share of the training images that get a window of another one; both classes count by their areas.
     """
 
     augment: Literal["none", "crop_flip", "resized_crop"] = "none"
@@ -43,7 +43,6 @@ class ClassificationConfig(VisionConfig):
     erase: int = 0
     size: int | None = None
     label_smoothing: float = 0.0
-    cutmix: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,7 +51,6 @@ class ClassificationConfig(VisionConfig):
         if self.erase and self.augment != "crop_flip":
             raise ValueError(f"task: erase = {self.erase} is part of augment = 'crop_flip'; got {self.augment!r}.")
         require_number("task", "label_smoothing", self.label_smoothing, low=0.0, high=1.0)
-        require_number("task", "cutmix", self.cutmix, low=0.0, high=1.0, closed_high=True)
         if self.size is not None:
             require_count("task", "size", self.size)
             if self.augment == "crop_flip":
@@ -82,10 +80,6 @@ class ClassificationTask(VisionTask):
             assert c.size is not None
             return ResizedCrop(c.size)
         return None if c.size is None else CentreCrop(c.size)
-
-    @property
-    def cutmix(self) -> float:
-        return self.config.cutmix
 
     def metrics(self) -> "MetricCollection":
         return mean_metrics("loss", "accuracy", *(["top5"] if len(self.images.classes) > 5 else []))

@@ -29,6 +29,7 @@ class SegmentationConfig(VisionConfig):
         train_size: Training images used; None for all.
         hold_out: Training images set aside for validation.
         transfer: Folder of a run, e.g. of a classifier, whose stem and f the model begins with; None to begin afresh.
+        cutmix: Share of the training images that get a window of another one, in the same place, with its mask.
         augment: "none", or "scale_crop": scaled, cropped, mirrored.
         crop: Height and width of crops; None for those of the images.
         scales: Least and greatest factor, in steps of 0.1.

@@ -402,14 +402,20 @@ def test_mixed_images_have_the_share_of_each_class_in_their_target():
     assert torch.equal(plain.indices, batch.indices)  # what is mixed in changes no order
 
 
+def test_mixed_images_have_the_masks_of_both():
+    """Images show the number of their class in all pixels."""
+    numbers = torch.arange(12, dtype=torch.uint8)
+    part = Stored(numbers.view(-1, 1, 1, 1).repeat(1, 1, 6, 8), numbers.view(-1, 1, 1).repeat(1, 6, 8))
+    lanes = ImageData("lanes", {"train": part}, tuple("abcdefghijkl"), (0.0,), (1.0,), masks=True)
+    batch = ImageStream(lanes, part, 6, shuffle=True, cutmix=1.0, seed=2).batch(1).to("cpu")
+    assert torch.equal((batch.images[:, 0] * 255).round().long(), batch.targets)
+    assert max(len(mask.unique()) for mask in batch.targets) == 2
+
+
 def test_streams_refuse_what_cannot_be():
     data = numbered()
     with pytest.raises(ValueError, match=r"cutmix must be a number in \[0, 1\], got 1.5"):
         stream(cutmix=1.5)
-    part = Stored(torch.zeros(2, 1, 4, 4).byte(), torch.zeros(2, 4, 4).byte())
-    masked = ImageData("lanes", {"train": part}, ("a",), (0.0,), (1.0,), masks=True)
-    with pytest.raises(ValueError, match="cutmix mixes classes, and the images of 'lanes' have masks"):
-        ImageStream(masked, masked.splits["train"], 1, cutmix=0.5)
     with pytest.raises(ValueError, match="rank 2 does not exist"):
         stream(rank=2, world_size=2)
     with pytest.raises(ValueError, match="exceeds the 23 training images"):

@@ -313,7 +313,7 @@ def test_a_set_without_validation_is_validated_on_its_test_split(monkeypatch):
 @pytest.mark.parametrize("values", [DIGITS, SHAPES], ids=["classification", "segmentation"])
 def test_losses_of_shares_add_up_to_that_of_the_batch(values):
     """With a model that normalises by sample: BatchNorm sees the rows of a share only."""
-    augment = {"augment": "crop_flip", "cutmix": 0.5} if values is DIGITS else {"augment": "scale_crop"}
+    augment = {"augment": "crop_flip" if values is DIGITS else "scale_crop", "cutmix": 0.5}
     task = recipe({**values, "task": {**values["task"], **augment}}).make_task()
     torch.manual_seed(0)
     model = task.model().eval()
@@ -336,7 +336,8 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(values, tmp_path):
         "warmup.steps=1",
         "warmup.layers=2",
         "penalty.weight=0.5",
-        *(["task.augment=crop_flip", "task.cutmix=0.5"] if values is DIGITS else ["task.augment=scale_crop"]),
+        f"task.augment={'crop_flip' if values is DIGITS else 'scale_crop'}",
+        "task.cutmix=0.5",
     ]
     whole = train(recipe(values, *extra), tmp_path / "whole")
     train(recipe(values, *extra, "train.steps=2"), tmp_path / "parts")
