@@ -44,7 +44,7 @@ PRODUCTS = (2, 12)
 SOLVERS: dict[str, eq.Solver] = {
     "picard": eq.Picard(),
     "anderson": eq.Anderson(),
-    "anderson 3": eq.Anderson(memory=3),  # as many steps where f is a contraction, and half the bytes
+    "anderson 3": eq.Anderson(memory=3),  # as many steps where f is a contraction, and five eighths of the bytes
     "broyden": eq.Broyden(),
 }
 BUDGETS = (10, 40)

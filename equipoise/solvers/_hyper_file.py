@@ -93,13 +93,13 @@ def load_solver(
     if "config" not in metadata:
         raise ValueError(f"{path} holds no learned solver: `equipoise hyper RUN` writes one.")
     solver = HyperAnderson(HyperConfig(**json.loads(metadata["config"])))
-    expected = {name: value.shape for name, value in solver.state_dict().items()}
-    if expected != {name: value.shape for name, value in state.items()}:
+    try:
+        solver.load_state_dict(state)
+    except RuntimeError as error:  # names or shapes differ
         raise ValueError(
             f"{path} was written by another version of equipoise, whose learned solvers have other networks: fit it "
             "again with `equipoise hyper RUN`."
-        )
-    solver.load_state_dict(state)
+        ) from error
     if model is not None and not force and metadata.get("model") not in ("", fingerprint(model)):
         raise WrongModelError(
             f"{path} was fitted to another model than this {type(model).__name__}, or before its weights changed: it "

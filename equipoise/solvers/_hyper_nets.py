@@ -41,9 +41,9 @@ class SequenceInitialiser(nn.Module):
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
         own = self.out.weight.dtype
         x = x if x.dtype in HALF else x.to(own)
-        few = linear(x, self.few.weight.to(x.dtype)).to(own)
-        convolved = linear(_past(few, TAPS).flatten(2), self.conv.weight.flatten(1), self.conv.bias)
-        return list(self.out(torch.cat([few, convolved.relu()], dim=-1)).split(self.state, dim=-1))
+        few = _preceded(linear(x, self.few.weight.to(x.dtype)), TAPS - 1, own)
+        convolved = linear(few.unfold(1, TAPS, 1).flatten(2), self.conv.weight.flatten(1), self.conv.bias)
+        return list(self.out(torch.cat([few[:, TAPS - 1 :], convolved.relu()], dim=-1)).split(self.state, dim=-1))
 
 
 class ImageInitialiser(nn.Module):
@@ -66,16 +66,15 @@ class ImageInitialiser(nn.Module):
         self.past = nn.ModuleList(_silent(nn.Conv2d(source, channels, 1, bias=False)) for channels in state)
 
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
-        x = x.to(next(self.parameters()).dtype)
-        sources = [_resized(x, leaf.shape[-2:]) for leaf in like]
-        features = [inner(source) for inner, source in zip(self.inner, sources, strict=True)]
-        for finer in reversed(range(len(like))):
-            if finer + 1 < len(like):
-                told = self.coarser[finer](features[finer + 1])
-                features[finer] = features[finer] + interpolate(told, size=features[finer].shape[-2:])
-            features[finer] = features[finer].relu()
-        parts = zip(self.out, features, self.past, sources, strict=True)
-        return [out(between) + past(source) for out, between, past, source in parts]
+        x, starts, features = x.to(next(self.parameters()).dtype), [], None
+        for level in reversed(range(len(like))):
+            source = _resized(x, like[level].shape[-2:])
+            told = self.inner[level](source)
+            if features is not None:
+                told = told + interpolate(self.coarser[level](features), size=source.shape[-2:])
+            features = told.relu()
+            starts.append(self.out[level](features) + self.past[level](source))
+        return starts[::-1]
 
 
 def _resized(x: Tensor, size: Sequence[int]) -> Tensor:
@@ -241,18 +240,23 @@ class FlatCorrection(nn.Module):
 
 def _past(x: Tensor, count: int) -> Tensor:
     """(N, T, d, count) each position of (N, T, d) after the ones before it; none sees a later one."""
-    return torch.cat([_nothing(x, count - 1), x], dim=1).unfold(1, count, 1)
+    return _preceded(x, count - 1, x.dtype).unfold(1, count, 1)
+
+
+def _preceded(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """(N, count + T, d) positions (N, T, d) after as many of zeros, in a dtype at least as wide: one launch for all."""
+    return torch.cat([_nothing(x, count, dtype), x], dim=1)
 
 
 def _neighbours(steps: Tensor) -> Tensor:
     """Each step between the ones before and after it, (N, k, 3·features); a convolution is a linear map of these."""
-    nothing = _nothing(steps, TAPS // 2)
+    nothing = _nothing(steps, TAPS // 2, steps.dtype)
     return torch.cat([nothing, steps, nothing], dim=1).unfold(1, TAPS, 1).mT.flatten(2).contiguous()
 
 
-def _nothing(x: Tensor, count: int) -> Tensor:
+def _nothing(x: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     """(N, count, d) zeros to be put beside (N, T, d): one launch in all, where `pad` takes two."""
-    return _zero(x.dtype, x.device).expand(x.shape[0], count, x.shape[2])
+    return _zero(dtype, x.device).expand(x.shape[0], count, x.shape[2])
 
 
 def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
