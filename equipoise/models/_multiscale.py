@@ -214,10 +214,10 @@ class MultiscaleCell(nn.Module):
                 nn.init.normal_(module.weight, std=init_std)
 
     def initial_state(self, x: States) -> States:
-        """Zeros in x's memory format and the dtype of the parameters: under autocast the injection's is a lower one."""
+        """Zeros in x's memory format and the dtype of the norms: under autocast the injection's is a lower one."""
         finest = x[0]
         height, width = finest.shape[2:]
-        dtype = next(self.parameters()).dtype
+        dtype = next(p.dtype for m in self.modules() if isinstance(m, nn.GroupNorm) for p in m.parameters())
         last = finest.is_contiguous(memory_format=torch.channels_last) and not finest.is_contiguous()
         layout = torch.channels_last if last else torch.contiguous_format
         states = []

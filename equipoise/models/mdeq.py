@@ -59,6 +59,8 @@ class MDEQConfig:
         channels: Channels of the state per resolution, the finest first; each has half the pixels of the one before.
         head_channels: Channels of the classification head's bottlenecks, one per resolution; segmentation has none.
         final_channels: Channels before the last layer of the head; for segmentation, all of the state's if None.
+        details: Channels of a part of the segmentation head that looks at the image again, at half its size; 0: none,
+            as published.
         expansion: Hidden channels of f's residual blocks over their channels, rounded to a multiple of `groups`.
         downsamplings: Times the stem halves the image, 0 to 3.
         dropout: Probability of dropping a channel in f, one mask per solve.
@@ -81,6 +83,7 @@ class MDEQConfig:
     channels: tuple[int, ...] = (24, 24)
     head_channels: tuple[int, ...] = (8, 16)
     final_channels: int | None = 200
+    details: int = 0
     expansion: float = 5
     downsamplings: int = 0
     dropout: float = 0.0
@@ -106,7 +109,8 @@ class MDEQConfig:
             raise unknown_name("injection of an MDEQ", self.inject, INJECTIONS)
         for field in ("num_classes", "in_channels", "groups"):
             require_count("MDEQConfig", field, getattr(self, field))
-        require_count("MDEQConfig", "downsamplings", self.downsamplings, low=0)
+        for field in ("downsamplings", "details"):
+            require_count("MDEQConfig", field, getattr(self, field), low=0)
         if self.downsamplings > MOST_DOWNSAMPLINGS:
             raise ValueError(
                 f"MDEQConfig: downsamplings must be 0 to {MOST_DOWNSAMPLINGS}, got {self.downsamplings}; to shrink "
@@ -150,6 +154,8 @@ class MDEQConfig:
             )
         if self.final_channels is None:
             raise ValueError("MDEQConfig: final_channels must be given for classification, e.g. 200.")
+        if self.details:
+            raise ValueError(f"MDEQConfig: details are of the segmentation head, got {self.details}; use 0.")
 
     @property
     def norm_momentum(self) -> float:
@@ -222,7 +228,7 @@ class MDEQ(nn.Module):
 
     def answer(self, states: States, images: Tensor, solution: Solution | None = None) -> VisionOutput:
         """The output from states, the equilibrium or others."""
-        return VisionOutput(self.head(states, images.shape[2:]), list(states), solution)
+        return VisionOutput(self.head(states, images), list(states), solution)
 
     def explicit(self, depth: int, checkpoint: bool | int = False) -> "ExplicitMDEQ":
         """The weight-tied network of `depth` such layers from zero, with this model's parameters.
@@ -271,7 +277,14 @@ def _head(config: MDEQConfig) -> nn.Module:
     options = {"momentum": config.norm_momentum, "init_std": config.init_std}
     if config.task == "segmentation":
         final = config.final_channels or sum(config.channels)
-        return SegmentationHead(config.channels, final, config.num_classes, **options)
+        return SegmentationHead(
+            config.channels,
+            final,
+            config.num_classes,
+            in_channels=config.in_channels,
+            details=config.details,
+            **options,
+        )
     assert config.final_channels is not None
     return ClassificationHead(
         config.channels, config.head_channels, config.final_channels, config.num_classes, **options

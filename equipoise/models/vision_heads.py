@@ -111,8 +111,8 @@ class ClassificationHead(nn.Module):
         self.classifier = nn.Linear(final_channels, num_classes)
         initialise(self, init_std)
 
-    def forward(self, states: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """Scores (N, classes); the size of the images does not matter."""
+    def forward(self, states: Sequence[Tensor], images: Tensor) -> Tensor:
+        """Scores (N, classes); the images are not looked at again."""
         y = self.bottlenecks[0](states[0])
         for bottleneck, down, state in zip(self.bottlenecks[1:], self.downs, states[1:], strict=True):  # type: ignore[index,arg-type]
             y = bottleneck(state) + down(y)
@@ -122,10 +122,15 @@ class ClassificationHead(nn.Module):
 class SegmentationHead(nn.Module):
     """States to scores of classes for each pixel: all states at the finest resolution, then two 1×1 convolutions.
 
+    With details, what is thinner than a pixel of the states is seen too: between the two, maps are enlarged to half the
+    size of the image and joined to features of the image there by a 3×3 convolution.
+
     Args:
         channels: Of the states, the finest first.
         final_channels: Between the convolutions.
         num_classes: Scores.
+        in_channels: Of images.
+        details: Channels at half the size of the image; 0 for no details.
         momentum: Of BatchNorm.
         init_std: Standard deviation of the initial weights of convolutions.
     """
@@ -136,19 +141,38 @@ class SegmentationHead(nn.Module):
         final_channels: int,
         num_classes: int,
         *,
+        in_channels: int = 3,
+        details: int = 0,
         momentum: float = 0.01,
         init_std: float = 0.01,
     ) -> None:
         super().__init__()
         self.final = nn.Sequential(*normed(conv(sum(channels), final_channels, 1, bias=True), final_channels, momentum))
-        self.classifier = conv(final_channels, num_classes, 1, bias=True)
+        self.details = _Details(in_channels, final_channels, details, momentum) if details else None
+        self.classifier = conv(details or final_channels, num_classes, 1, bias=True)
         initialise(self, init_std)
 
-    def forward(self, states: Sequence[Tensor], size: Sequence[int]) -> Tensor:
-        """Scores (N, classes, *size)."""
+    def forward(self, states: Sequence[Tensor], images: Tensor) -> Tensor:
+        """Scores (N, classes, H, W) of images (N, C, H, W)."""
         finest = states[0].shape[2:]
-        maps = [states[0], *(resized(state, finest) for state in states[1:])]
-        return resized(self.classifier(self.final(torch.cat(maps, dim=1))), size)
+        y = self.final(torch.cat([states[0], *(resized(state, finest) for state in states[1:])], dim=1))
+        if self.details is not None:
+            y = self.details(y, images)
+        return resized(self.classifier(y), images.shape[2:])
+
+
+class _Details(nn.Module):
+    """Maps of few pixels and an image to maps of half the size of the image."""
+
+    def __init__(self, in_channels: int, inputs: int, channels: int, momentum: float) -> None:
+        super().__init__()
+        self.image = nn.Sequential(*normed(conv(in_channels, channels, 3, stride=2), channels, momentum))
+        self.narrow = conv(inputs, channels, 1)
+        self.join = nn.Sequential(*normed(conv(2 * channels, channels, 3), channels, momentum))
+
+    def forward(self, y: Tensor, images: Tensor) -> Tensor:
+        fine = self.image(images)
+        return self.join(torch.cat([resized(self.narrow(y), fine.shape[2:]), fine], dim=1))
 
 
 def resized(x: Tensor, size: Sequence[int]) -> Tensor:

@@ -9,7 +9,8 @@ from equipoise.nn.dropout import (
     VariationalDropout,
 )
 from equipoise.nn.embedding import AdaptiveEmbedding, AdaptiveSoftmax
-from equipoise.nn.norm import spectral_norm, weight_norm
+from equipoise.nn.frozen import frozen
+from equipoise.nn.norm import remove_norm, spectral_norm, weight_norm
 
 __all__ = [
     "AdaptiveEmbedding",
@@ -20,6 +21,8 @@ __all__ = [
     "RelativeAttention",
     "SequenceDropout",
     "VariationalDropout",
+    "frozen",
+    "remove_norm",
     "spectral_norm",
     "weight_norm",
 ]

@@ -83,9 +83,12 @@ class _WeightNormalised(_Normalised):
 
     def begin_solve(self, x: Tensor) -> Tensor:
         v, g, dtype = self.weight_v, self.weight_g, product_dtype(self.weight_v)
-        if v.is_contiguous() and takes_kernel(v, g, dtype):
-            return normalised_rows(v.flatten(1), g.flatten(1), dtype=dtype).view(v.shape)
-        return v * (g / _norm_except_first(v))
+        last = v.dim() == 4 and v.is_contiguous(memory_format=torch.channels_last)
+        rows = v.permute(0, 2, 3, 1) if last else v  # as they lie in memory
+        if not (rows.is_contiguous() and takes_kernel(rows, g, dtype)):
+            return v * (g / _norm_except_first(v))
+        made = normalised_rows(rows.flatten(1), g.flatten(1), dtype=dtype).view(rows.shape)
+        return made.permute(0, 3, 1, 2) if last else made
 
     def absorb(self, weight: Tensor) -> None:
         self.weight_v.copy_(_directions(weight))
@@ -186,6 +189,9 @@ _SPECTRAL: dict[type, type] = {
 }
 
 
+_PLAIN = {normalised: plain for kinds in (_WEIGHT, _SPECTRAL) for plain, normalised in kinds.items()}
+
+
 def weight_norm(module: nn.Module) -> nn.Module:
     """Reparametrise a layer's weight as g·v/‖v‖, in place; the effective weight does not change.
 
@@ -221,6 +227,24 @@ def spectral_norm(module: nn.Module, bound: float = 1.0, iterations: int = 1) ->
     module.weight_v = nn.Parameter(weight.detach().clone())
     module.vectors = _LeadingVectors(weight.detach().flatten(1), iterations)
     module.bound = bound  # type: ignore[assignment]
+    return module
+
+
+@torch.no_grad()
+def remove_norm(module: nn.Module) -> nn.Module:
+    """Make the effective weight of a normalised layer an ordinary parameter again, in place; others stay as they are.
+
+    Args:
+        module: What `weight_norm` or `spectral_norm` returned. Only that layer, not those inside of it.
+    """
+    if isinstance(module, _Normalised):
+        with torch.autocast(module.weight_v.device.type, enabled=False):
+            weight = module.begin_solve(module.weight_v)
+        for name in ("weight_g", "weight_v", "vectors", "bound"):
+            if hasattr(module, name):
+                delattr(module, name)
+        module.__class__ = _PLAIN[type(module)]
+        module.weight = nn.Parameter(weight)
     return module
 
 

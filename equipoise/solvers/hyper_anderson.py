@@ -278,7 +278,8 @@ class HyperAnderson(Solver, nn.Module):
         sizes = inverse.log10()
         decades = (sizes[:, -1:] - sizes).clamp(-MOST_DECADES, MOST_DECADES)[:, :, None]
         features = [part.to(series.dtype) for part in (relative, *products, decades)]
-        return torch.cat(features, dim=2).to(next(self.parameters()).dtype)
+        assert self.step is not None
+        return torch.cat(features, dim=2).to(self.step.inner.weight.dtype)
 
     def _weights(self, scores: Tensor | None, state: HyperState) -> Tensor:
         """(N, k) weights of iterates, the newest last."""

@@ -53,6 +53,13 @@ class Task(abc.ABC):
     Config: ClassVar[type]
     score: ClassVar[str]
     """The metric of the validation split by which models are compared; lower is better."""
+    shown: ClassVar[str | None] = None
+    """The metric that is drawn against time, higher being better; None for `score`."""
+
+    @property
+    def drawn(self) -> tuple[str, str]:
+        """The metric that is drawn against time, and whether "higher" or "lower" is better."""
+        return (self.score, "lower") if self.shown is None else (self.shown, "higher")
 
     def __init__(
         self,

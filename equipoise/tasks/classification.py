@@ -69,6 +69,7 @@ class ClassificationTask(VisionTask):
     name = "classification"
     Config = ClassificationConfig
     score: ClassVar[str] = "error"
+    shown: ClassVar[str | None] = "accuracy"
     masks: ClassVar[bool] = False
     config: ClassificationConfig
 

@@ -35,6 +35,7 @@ class SegmentationConfig(VisionConfig):
         scales: Least and greatest factor, in steps of 0.1.
         colour: How far brightness, contrast and the balance of channels are changed at most, as a share; 0 for not.
         class_weights: "none", or "data" for the usual ones of the data set.
+        overlap: Weight of a second term of the loss, 1 − IoU of probabilities and truth, for what is thin or rare.
         mining: Loss is that of hard pixels only, those whose class has at most this probability; None for all pixels.
         mining_keep: Hard pixels of an image are at least so many.
     """
@@ -47,6 +48,7 @@ class SegmentationConfig(VisionConfig):
     scales: tuple[float, float] = (0.5, 2.0)
     colour: float = 0.0
     class_weights: Literal["none", "data"] = "none"
+    overlap: float = 0.0
     mining: float | None = None
     mining_keep: int = 10_000
 
@@ -60,6 +62,7 @@ class SegmentationConfig(VisionConfig):
             )
         for side in self.crop or ():
             require_count("task", "crop", side)
+        require_number("task", "overlap", self.overlap, low=0.0)
         if self.mining is not None:
             require_number("task", "mining", self.mining, low=0.0, high=1.0)
         require_count("task", "mining_keep", self.mining_keep)
@@ -72,6 +75,7 @@ class SegmentationTask(VisionTask):
     name = "segmentation"
     Config = SegmentationConfig
     score: ClassVar[str] = "miou_error"
+    shown: ClassVar[str | None] = "miou"
     masks: ClassVar[bool] = True
     config: SegmentationConfig
 
@@ -100,7 +104,10 @@ class SegmentationTask(VisionTask):
         losses, counted = _pixel_losses(logits, batch.targets), _weights_of(batch.targets, weights)
         if c.mining is not None:
             counted = counted * hard_pixels(losses.detach(), batch.targets, c.mining, c.mining_keep)
-        return {"loss": mean_of_rows(losses, counted).mean()}, None
+        loss = mean_of_rows(losses, counted).mean()
+        if c.overlap:
+            loss = loss + c.overlap * (1 - soft_overlap(logits, batch.targets)).mean()
+        return {"loss": loss}, None
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
         logits = self.scores(model, batch)
@@ -122,6 +129,20 @@ def _weights_of(targets: Tensor, class_weights: Tensor) -> Tensor:
     """(N, H, W) weight of each pixel; 0 where there is no label."""
     labelled = targets != IGNORE
     return class_weights[torch.where(labelled, targets, 0)] * labelled
+
+
+def soft_overlap(logits: Tensor, targets: Tensor) -> Tensor:
+    """(N,) intersection over union of probabilities and truth, the mean over the classes that an image has.
+
+    A class counts as much as any other, however few of the pixels are its own; pixels without a label do not count.
+    """
+    labelled = (targets != IGNORE)[:, None]
+    likely = logits.float().softmax(1) * labelled
+    true = torch.zeros_like(likely).scatter_(1, torch.where(labelled, targets[:, None], 0), 1.0) * labelled
+    here, both = true.sum((2, 3)), (likely * true).sum((2, 3))
+    share = both / (here + likely.sum((2, 3)) - both).clamp(min=1.0)
+    present = here > 0
+    return (share * present).sum(1) / present.sum(1).clamp(min=1)
 
 
 def hard_pixels(losses: Tensor, targets: Tensor, probability: float, keep: int) -> Tensor:

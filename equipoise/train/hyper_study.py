@@ -141,7 +141,7 @@ def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: s
         "checkpoint": str(opened.folder),
         "model": opened.config["model"]["name"],
         "split": measuring.split,
-        "metric": opened.task.score,
+        "metric": opened.task.drawn[0],
         "at": measuring.at,
         "environment": environment(),
     }
@@ -269,6 +269,7 @@ class _Study:
         m, path = self.measuring, folder / MEASURED
         settings = plain({"split": m.split, "budgets": m.budgets, "most": m.most, "changes": self.changes})
         settings |= {"systems": systems, "steps": self.far, "model": self.model_hash}
+        settings |= {"metric": self.opened.task.drawn[0]}
         kept = _read(path)
         if kept is not None and kept.get("settings") == settings:
             return dict(kept["curve"])
@@ -304,7 +305,7 @@ class _Study:
 
     def _metrics(self) -> dict[str, float]:
         found = self.score(self.opened.model)
-        return {"metric": found[self.opened.task.score], "loss": found.get("loss", math.nan)}
+        return {"metric": found[self.opened.task.drawn[0]], "loss": found.get("loss", math.nan)}
 
     def _residuals(self, solver: Solver, systems: int) -> dict[str, Any]:
         """Mean, spread and median over systems of the residual at the start and after each step."""

@@ -19,6 +19,7 @@ from equipoise._module import deqs_in, override
 from equipoise._solution import Solution
 from equipoise._stop import Stop
 from equipoise.bench.harness import Sample, in_turns
+from equipoise.nn.frozen import frozen
 from equipoise.solvers import Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -139,7 +140,7 @@ class _Kind:
 
     def wear(self, seed: int) -> None:
         """Have the weights of a solver, where the old ones were."""
-        if isinstance(self.worn, nn.Module) and self.worn is not self.seeds[seed]:
+        if isinstance(self.worn, nn.Module):
             self.worn.load_state_dict(self.seeds[seed].state_dict())  # type: ignore[attr-defined]
 
 
@@ -152,8 +153,16 @@ def _kinds(name: str, given: Solver | str | Sequence[Solver]) -> list[_Kind]:
     made = []
     for seeds in groups.values():
         first = next(iter(seeds.values()))
-        made.append(_Kind(name, seeds, copy.deepcopy(first) if len(seeds) > 1 else first))
+        made.append(_Kind(name, seeds, _worn(first) if isinstance(first, HyperAnderson) else first))
     return made
+
+
+def _worn(solver: HyperAnderson) -> HyperAnderson:
+    """A copy to be used; its first guess is as little work as the frozen model's."""
+    twin = copy.deepcopy(solver)
+    if twin.initialiser is not None:
+        twin.initialiser = frozen(twin.initialiser)
+    return twin
 
 
 def _form(solver: HyperAnderson) -> tuple[Any, ...]:
@@ -440,7 +449,7 @@ def pareto_opened(
     each: Callable[[dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure a run's model by the protocol of `pareto`.
+    """Measure a run's model, as it would be used, `frozen`, by the protocol of `pareto`.
 
     Args:
         opened: The run.
@@ -456,7 +465,7 @@ def pareto_opened(
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
     options = {
-        "metric": task.score,
+        **dict(zip(("metric", "better"), task.drawn, strict=True)),
         "score": Scoring(opened, split, most),
         "forward": forward_of(opened.task, opened.device),
         **options,
@@ -464,4 +473,5 @@ def pareto_opened(
     if each is not None:
         options["each"] = lambda record: each({**head, **record})
     with opened.autocast():
-        return {**head, **pareto(opened.model, batches, solvers, budgets, **options)}
+        options["others"] = {name: frozen(other) for name, other in (options.get("others") or {}).items()}
+        return {**head, **pareto(frozen(opened.model), batches, solvers, budgets, **options)}

@@ -219,9 +219,10 @@ def classify(p, z, training):
 def test_the_classification_head_is_that_of_the_formulas(size, training):
     # The first bottleneck has no shortcut convolution: 8 channels in, 4 · 2 out.
     model = model_of(channels=(8, 4, 4), head_channels=(2, 3, 2)).train(training)
-    z = states_of(model, model.inject(images_of(*size)))
+    images = images_of(*size)
+    z = states_of(model, model.inject(images))
     want = classify(model.head.state_dict(), z, training)
-    assert relative_error(model.head(z, size), want) <= 1e-13
+    assert relative_error(model.head(z, images), want) <= 1e-13
 
 
 def bilinear(x, size):
@@ -234,16 +235,26 @@ def bilinear(x, size):
     return matrix(x.shape[2], size[0]) @ x @ matrix(x.shape[3], size[1]).T
 
 
+@pytest.mark.parametrize("details", [0, 6])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_segmentation_head_is_that_of_the_formulas(training):
-    model = model_of(channels=(8, 4, 4), downsamplings=1, **SEGMENT).train(training)
+def test_the_segmentation_head_is_that_of_the_formulas(training, details):
+    model = model_of(channels=(8, 4, 4), downsamplings=2, details=details, **SEGMENT).train(training)
     size = (14, 11)
-    z = states_of(model, model.inject(images_of(*size)))
+    images = images_of(*size)
+    z = states_of(model, model.inject(images))
     p = model.head.state_dict()
     y = torch.cat([bilinear(state, z[0].shape[2:]) for state in z], dim=1)
     y = F.conv2d(y, p["final.0.weight"], p["final.0.bias"])
-    y = F.conv2d(batch_norm(y, p, "final.1", training).clamp(min=0), p["classifier.weight"], p["classifier.bias"])
-    assert relative_error(model.head(z, size), bilinear(y, size)) <= 1e-12
+    y = batch_norm(y, p, "final.1", training).clamp(min=0)
+    if details:
+        fine = F.conv2d(images, p["details.image.0.weight"], stride=2, padding=1)
+        fine = batch_norm(fine, p, "details.image.1", training).clamp(min=0)
+        assert fine.shape[2:] == (7, 6)
+        y = torch.cat([bilinear(F.conv2d(y, p["details.narrow.weight"]), (7, 6)), fine], dim=1)
+        y = F.conv2d(y, p["details.join.0.weight"], padding=1)
+        y = batch_norm(y, p, "details.join.1", training).clamp(min=0)
+    y = F.conv2d(y, p["classifier.weight"], p["classifier.bias"])
+    assert relative_error(model.head(z, images), bilinear(y, size)) <= 1e-12
 
 
 def test_injection_at_every_resolution():

@@ -167,11 +167,24 @@ def test_a_layer_in_a_solve(name, narrow, by_kernels):
     torch.testing.assert_close(found[0].float(), expected, rtol=0, atol=3e-2 if narrow else 1e-6)
 
 
-def test_a_weight_keeps_its_layout(by_kernels):
-    layer = norm.weight_norm(nn.Conv2d(3, 4, 3)).to(DEVICE, memory_format=torch.channels_last)
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_weight_keeps_its_layout(kernel, by_kernels):
+    layer = norm.weight_norm(nn.Conv2d(3, 4, kernel)).to(DEVICE, memory_format=torch.channels_last)
     with torch.no_grad():
-        assert layer.weight.is_contiguous(memory_format=torch.channels_last)
+        layer.weight_g.uniform_(1, 2)
+        weight = layer.weight
+    assert by_kernels == [torch.float32]
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(weight, layer.weight, rtol=1e-6, atol=1e-6)  # with gradients, by the formula
+
+
+def test_a_weight_in_any_other_order_is_left_to_the_formula(by_kernels):
+    layer = norm.weight_norm(nn.Linear(20, 6)).to(DEVICE)
+    layer.weight_v = nn.Parameter(layer.weight_v.detach().mT.contiguous().mT)
+    with torch.no_grad():
+        weight = layer.weight
     assert not by_kernels
+    torch.testing.assert_close(weight, layer.weight, rtol=1e-6, atol=1e-6)
 
 
 def test_a_weight_used_where_autocast_is_off_is_not_rounded(by_kernels):

@@ -16,9 +16,10 @@ from equipoise.models import create_model
 from equipoise.models.outputs import VisionOutput
 from equipoise.tasks import TASKS, ClassificationTask, SegmentationTask
 from equipoise.tasks.classification import ClassificationConfig
-from equipoise.tasks.segmentation import SegmentationConfig, hard_pixels
+from equipoise.tasks.segmentation import SegmentationConfig, hard_pixels, soft_overlap
 from equipoise.train.config import ConfigError
 from equipoise.train.loop import evaluate, train
+from equipoise.train.pareto import pareto_run
 from tests.runs import COPY, recipe
 
 SMALL = {"size": 8, "train_size": 24, "test_size": 10}
@@ -230,6 +231,32 @@ def test_mining_takes_the_mean_over_hard_pixels():
     assert found["loss"].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_overlap_is_the_intersection_over_union_of_probabilities():
+    """Against counting by hand; classes that an image does not have, and pixels without a label, do not count."""
+    logits, targets = masks(3)
+    expected = []
+    for scores, truth in zip(logits.softmax(1), targets, strict=True):
+        labelled = truth != IGNORE
+        shares = []
+        for index in truth[labelled].unique():
+            likely, true = scores[index][labelled], (truth[labelled] == index).float()
+            both = (likely * true).sum()
+            shares.append(both / (likely.sum() + true.sum() - both))
+        expected.append(torch.stack(shares).mean())
+    assert torch.allclose(soft_overlap(logits, targets), torch.stack(expected))
+    plain, both = (
+        segmentation(overlap=weight).training_step(Fixed(logits), batch(targets), None, 0)[0]["loss"].item()
+        for weight in (0.0, 0.5)
+    )
+    assert both - plain == pytest.approx(0.5 * (1 - torch.stack(expected)).mean().item(), rel=1e-5)
+
+
+def test_overlap_of_a_right_answer_is_one_and_of_an_image_without_labels_zero():
+    targets = torch.tensor([[[0, 1], [2, IGNORE]], [[IGNORE] * 2] * 2])
+    logits = 50.0 * torch.nn.functional.one_hot(torch.where(targets == IGNORE, 0, targets), 4).permute(0, 3, 1, 2)
+    assert torch.allclose(soft_overlap(logits, targets), torch.tensor([1.0, 0.0]))
+
+
 def test_scores_must_have_the_size_of_the_masks():
     with pytest.raises(
         ValueError, match=r"shape \(2, 4, 3, 3\) where \(2, 4, 6, 6\) are needed: .* the size of its mask"
@@ -313,7 +340,9 @@ def test_a_set_without_validation_is_validated_on_its_test_split(monkeypatch):
 @pytest.mark.parametrize("values", [DIGITS, SHAPES], ids=["classification", "segmentation"])
 def test_losses_of_shares_add_up_to_that_of_the_batch(values):
     """With a model that normalises by sample: BatchNorm sees the rows of a share only."""
-    augment = {"augment": "crop_flip" if values is DIGITS else "scale_crop", "cutmix": 0.5}
+    augment = {"augment": "crop_flip", "cutmix": 0.5}
+    if values is SHAPES:
+        augment |= {"augment": "scale_crop", "overlap": 0.5}
     task = recipe({**values, "task": {**values["task"], **augment}}).make_task()
     torch.manual_seed(0)
     model = task.model().eval()
@@ -328,6 +357,17 @@ def test_losses_of_shares_add_up_to_that_of_the_batch(values):
 
 
 # Whole runs
+
+
+@pytest.mark.parametrize(("values", "metric"), [(DIGITS, "accuracy"), (SHAPES, "miou")])
+def test_what_is_drawn_against_time_is_higher_the_better_it_is(values, metric, tmp_path):
+    train(recipe(values), tmp_path / "run")
+    record = pareto_run(tmp_path / "run", ("anderson", "picard"), (1, 3), warmup=0, rounds=1, most=1)
+    assert (record["metric"], record["better"]) == (metric, "higher")
+    points = {(point["solver"], point["steps"]): point for point in record["points"]}
+    assert len(points) == 4
+    end, target = points["anderson", 3]["metric"], record["speedup"]["picard"]["target"]
+    assert target == pytest.approx(0.995 * end)
 
 
 @pytest.mark.parametrize("values", [DIGITS, SHAPES], ids=["classification", "segmentation"])
