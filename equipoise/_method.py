@@ -61,6 +61,7 @@ class Method:
         floor: The relative residual at which rounding in f decides.
         problem: What is solved, its inputs in buffers of the recording; only a learned solver looks at it.
         image_dtype: What all images are in, if that is half precision: they are remembered in it, and nothing is lost.
+        half: Whether f multiplies in half precision: residuals are no better than that, and may be remembered in it.
         parts: Of a learned solver, where it has a fused step.
     """
 
@@ -69,6 +70,7 @@ class Method:
     floor: float
     problem: Problem | None = None
     image_dtype: torch.dtype | None = None
+    half: bool = False
     parts: "HyperParts | LowRankParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -94,7 +96,9 @@ class Method:
         from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory, LowRankMemory, LowRankParts
 
         if isinstance(self.solver, Anderson):
-            return AndersonMemory.empty(z, self.solver.memory, self.image_dtype)
+            # Rounding is relative to a residual, whatever its size, and bfloat16 has room for all of them.
+            narrow = torch.bfloat16 if self.half and z[0].dtype == torch.float32 else None
+            return AndersonMemory.empty(z, self.solver.memory, self.image_dtype, narrow)
         if isinstance(self.solver, Broyden):
             return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
         if isinstance(self.parts, LowRankParts):

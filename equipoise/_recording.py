@@ -287,7 +287,8 @@ class Recording:
         derives = bool(constants.modules) and not grad and constants.follow(problem.scope)
         with self._recording():
             self.static = static = _Static(deq, problem, constants, z0, grad)
-            self.method = Method(plan.solver, plan.stop, problem.floor, static.problem, constants.narrow)
+            half = problem.autocast in HALF
+            self.method = Method(plan.solver, plan.stop, problem.floor, static.problem, constants.narrow, half)
             self._record(plan, [leaf.clone() for leaf in z0], grad, constants if derives else None)
         if derives:
             self.constants = _Constants()
@@ -328,7 +329,7 @@ class Recording:
         with tape.together():
             self.attach = tape.record(adjoint.attach)
         self.attach()  # what follows is rehearsed on this graph, where a saved index must not be arbitrary
-        method = Method(plan.adjoint.solver, plan.adjoint.stop, self.method.floor)
+        method = Method(plan.adjoint.solver, plan.adjoint.stop, self.method.floor, half=self.method.half)
         backward = Buffers([torch.zeros_like(leaf) for leaf in z], method)
         self.backward = Iteration(Loop(tape, adjoint.pull, backward, method, _begin(adjoint, backward)), shrinks=False)
         tape.rehearse(partial(adjoint.deliver, backward.value))

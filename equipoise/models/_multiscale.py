@@ -13,7 +13,8 @@ Each resolution has half the pixels of the one before, rounded up; maps that are
 image size will do.
 
 What is between two convolutions is one operation, and on a GPU one kernel: see `equipoise.ops.norm`. A map that
-goes to a convolution is written in the dtype that it computes in, the result in that of the state.
+goes to a convolution is written in the dtype that it computes in, and so is the result, which is rounded to it in the
+next evaluation anyway; states stay as wide as they are.
 """
 
 import itertools
@@ -231,12 +232,12 @@ class MultiscaleCell(nn.Module):
         """f(z) with injections x at the finest resolutions, as many as there are."""
         given = itertools.chain(x, itertools.repeat(None))
         several = len(self.blocks) > 1
-        # Under autocast what goes to a convolution is as narrow as it would make it; the state is not.
+        # Under autocast what goes to a convolution is as narrow as it would make it.
         r = [
-            block(state, injected, _conv_dtype(state) if several else state.dtype, len(z))
+            block(state, injected, _conv_dtype(state), len(z))
             for block, state, injected in zip(self.blocks, z, given, strict=False)
         ]
         if not several:
             return tuple(r[0])
         sums = zip(self.mixings, self.fusion(r), z, strict=True)
-        return tuple(mix(total, state.dtype) for mix, total, state in sums)
+        return tuple(mix(total, _conv_dtype(state)) for mix, total, state in sums)
