@@ -17,7 +17,11 @@ DIRECTIONS = ("random", "residual")
 
 
 def jacobian_penalty(
-    problem: Problem | Solution, z: Tree = None, probes: int = 1, along: Literal["random", "residual"] = "random"
+    problem: Problem | Solution,
+    z: Tree = None,
+    probes: int = 1,
+    along: Literal["random", "residual"] = "random",
+    systems: int | None = None,
 ) -> Tensor:
     """The size of the Jacobian J = ∂f/∂z at z, in all directions or in the one that is hardest to solve for.
 
@@ -34,6 +38,8 @@ def jacobian_penalty(
         z: State at which to take the Jacobian; a solution's own value by default.
         probes: Random vectors; each costs one VJP and its double backward.
         along: "random" or "residual".
+        systems: Look at the first so many systems only, at so much less cost; None for all. All of them too where
+            systems cannot be taken apart (`Problem.can_slice`).
 
     Returns:
         A scalar.
@@ -43,8 +49,12 @@ def jacobian_penalty(
     require_count("jacobian_penalty", "probes", probes)
     check_direction("jacobian_penalty", along, probes)
     problem, z = problem_and_state(problem, z, "jacobian_penalty")
-    leaves = [leaf.detach().requires_grad_() for leaf in problem.start(z)]
-    unknowns, systems = sum(leaf.numel() for leaf in leaves), len(leaves[0])
+    start = problem.start(z)
+    if systems is not None:
+        require_count("jacobian_penalty", "systems", systems)
+        problem, start = _first(problem, start, systems)
+    leaves = [leaf.detach().requires_grad_() for leaf in start]
+    unknowns, count = sum(leaf.numel() for leaf in leaves), len(leaves[0])
     with torch.enable_grad():
         fz = problem.evaluate_plain(leaves)
         total = fz[0].new_zeros(())
@@ -54,7 +64,16 @@ def jacobian_penalty(
                 fz, leaves, probe, create_graph=True, allow_unused=True, materialize_grads=True
             )
             total = total + sum(leaf.square().sum() for leaf in pulled)
-    return total / (probes * max(1, unknowns if along == "random" else systems))
+    return total / (probes * max(1, unknowns if along == "random" else count))
+
+
+def _first(problem: Problem, z: Leaves, systems: int) -> tuple[Problem, Leaves]:
+    """The first so many systems and their states; all, if there are no more or f cannot do with less."""
+    if systems >= problem.num_systems:
+        return problem, z
+    index = torch.arange(systems, device=z[0].device)
+    some = problem.rows(index)
+    return (some, _leaves.take_rows(z, index)) if some.can_slice else (problem, z)
 
 
 def check_direction(owner: str, along: str, probes: int) -> None:

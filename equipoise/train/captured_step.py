@@ -277,7 +277,7 @@ class CapturedSteps:
         if not hasattr(batch, "__dict__"):
             raise CannotCapture(f"a batch of type {type(batch).__name__} has no attributes to copy")
         return (
-            plan and (plan.phase, plan.plan, plan.penalty_weight > 0, plan.penalty_probes, plan.penalty_along),
+            plan and (plan.phase, plan.plan, plan.penalty_weight > 0, plan.penalty),
             blends,
             batch.rows,
             tuple(map(_form, _sources(batch, None, self.device))),

@@ -19,7 +19,6 @@ from equipoise._errors import unknown_name
 from equipoise._module import solutions_of
 from equipoise._solution import EquilibriumWarning, Stats
 from equipoise._stop import Stop
-from equipoise.penalties import jacobian_penalty
 from equipoise.tasks import Splits, Task
 from equipoise.tasks.hyper import forward_of
 from equipoise.train.alternate import Alternation
@@ -299,11 +298,7 @@ class _Run:
             losses, carry = self.task.training_step(self.model, batch, carry, step)
             total = losses["loss"]
             if plan is not None and plan.penalty_weight > 0:
-                penalties = [
-                    jacobian_penalty(solution, probes=plan.penalty_probes, along=plan.penalty_along)
-                    for solution, _ in solutions
-                ]
-                losses["penalty"] = torch.stack(penalties).mean()
+                losses["penalty"] = torch.stack([plan.penalty.of(solution) for solution, _ in solutions]).mean()
                 total = total + penalty_weight * losses["penalty"]
         self.state.stepper.backward(total * rows.weight)
         return Pass(

@@ -12,14 +12,15 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._module import Plan, deqs_in
 from equipoise._registry import Registry
+from equipoise._solution import Solution
 from equipoise._stop import Stop
 from equipoise.adjoints import Unroll
-from equipoise.penalties import check_direction
+from equipoise.penalties import check_direction, jacobian_penalty
 from equipoise.solvers import Picard, Solver
 from equipoise.train.config import register_family
 
@@ -117,6 +118,8 @@ class Penalty:
         probes: Random vectors of the estimate.
         along: Direction in which the Jacobian is penalised: "random", or that of the "residual", as in
             `jacobian_penalty`.
+        share: Of the rows of a batch, rounded up, whose Jacobians are looked at: the first ones, of every process. With
+            less of them it costs less, and may come more often.
         warmup_weight: The weight while the shallow stack is trained.
         keep: The median relative residual that solves of training steps are to keep. As they come near it the penalty
             comes more often, on every step from there on; while they are above it, with more and more weight; below it
@@ -131,6 +134,7 @@ class Penalty:
     stop: int | None = None
     probes: int = 1
     along: Literal["random", "residual"] = "random"
+    share: float = 1.0
     warmup_weight: float = 0.0
     keep: float | None = None
 
@@ -138,6 +142,7 @@ class Penalty:
         for name in ("weight", "growth", "warmup_weight"):
             require_number("Penalty", name, getattr(self, name), low=0.0)
         require_number("Penalty", "probability", self.probability, low=0.0, high=1.0, closed_high=True)
+        require_number("Penalty", "share", self.share, low=0.0, high=1.0, open_low=True, closed_high=True)
         if self.every is not None:
             require_count("Penalty", "every", self.every)
         if self.stop is not None:
@@ -171,6 +176,11 @@ class Penalty:
             return self.warmup_weight
         increases = 0 if self.every is None else (step - warmup_steps) // self.every
         return (self.weight + self.growth * increases) * max(strength, 1.0)
+
+    def of(self, solution: Solution) -> Tensor:
+        """The term of a solve, without its weight."""
+        systems = math.ceil(self.share * solution.stats.residual.numel())
+        return jacobian_penalty(solution, probes=self.probes, along=self.along, systems=systems)
 
     def start(self) -> "PenaltyControl | None":
         """The state of a run that begins, if there is a residual to keep."""
@@ -219,16 +229,14 @@ class StepPlan:
         plan: How to solve and differentiate on this step.
         eval_plan: How to solve in an evaluation made at this step; never jittered.
         penalty_weight: Weight of the Jacobian penalty; 0 for none.
-        penalty_probes: Its random vectors.
-        penalty_along: Its direction.
+        penalty: What it looks at.
     """
 
     phase: str
     plan: Plan
     eval_plan: Plan
     penalty_weight: float = 0.0
-    penalty_probes: int = 1
-    penalty_along: Literal["random", "residual"] = "random"
+    penalty: Penalty = Penalty()
 
     def with_budget(self, steps: int) -> "StepPlan":
         """The same, evaluations ending after so many steps."""
@@ -279,14 +287,14 @@ class PlanSchedule:
         weight = self.penalty.weight_at(self.seed, step, self.warmup.steps, strength)
         if step < self.warmup.steps:
             stack = self.warmup.plan
-            return StepPlan("warmup", stack, stack, weight, self.penalty.probes, self.penalty.along)
+            return StepPlan("warmup", stack, stack, weight, self.penalty)
         offset = self.jitter.offset(self.seed, step, penalised=weight > 0)
         stop, plan, eval_plan = self.plan.stop, self.plan, self.eval_plan or self.plan
         if offset:
             plan = plan.replace(stop=stop.with_budget(stop.max_steps + offset))
         if step < self.opening.steps:
             plan, eval_plan = (p.replace(solver=self.opening.solver) for p in (plan, eval_plan))
-        return StepPlan("equilibrium", plan, eval_plan, weight, self.penalty.probes, self.penalty.along)
+        return StepPlan("equilibrium", plan, eval_plan, weight, self.penalty)
 
     def final(self) -> StepPlan:
         """The equilibrium without jitter or penalty, for evaluation of a finished model."""

@@ -13,6 +13,7 @@ from equipoise._forward import CHANGED, NEW
 from equipoise._tape import Reruns
 from equipoise.data.stream import Segment, TokenStream
 from equipoise.models import create_model
+from equipoise.nn import frozen
 from equipoise.solvers import hyper_solver_for
 from equipoise.train import scoring
 from equipoise.train.load import open_run
@@ -174,6 +175,30 @@ def test_weights_change_in_place_and_are_replaced():
         close(fast(x).logits, expected, 2e-3)
     assert fast.fallbacks == {NEW: 2, CHANGED: 1}
     assert fast.recorded == 2
+
+
+# Frozen models
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", ["transformer", "trellisnet", "mdeq"])
+def test_frozen_models_as_graphs(name, solver, autocast):
+    """What the model gives in the ordinary way, with fewer launches."""
+    model = image_model(SOLVERS[solver]) if name == "mdeq" else language_model(name, SOLVERS[solver])
+    batches = [torch.randn(2, 3, 32, 32, device="cuda") for _ in range(4)] if name == "mdeq" else segments()[:6]
+    found = []
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        for each in (model, frozen(model)):
+            run = (lambda batch, carry, each=each: (each(batch).logits, carry)) if name == "mdeq" else pass_of(each)
+            fast, carry, values = CapturedForward(each, run), None, []
+            for batch in batches:
+                value, carry, *_ = fast(batch, carry)
+                values.append(value.float().clone())
+            found.append(values)
+            assert fast.replayed > 0
+    for mine, true in zip(*found, strict=True):
+        close(mine, true, 5e-2 if autocast else 1e-3)
 
 
 # Learned solvers

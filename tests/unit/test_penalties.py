@@ -62,6 +62,51 @@ def test_along_the_residual_it_is_the_growth_of_what_is_left():
     assert relative_error(got, want) <= 1e-12
 
 
+class Dropped(nn.Module):
+    """A cell with a mask per system."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(normal(5, 5, seed=1))
+        self.dropout = VariationalDropout(0.5, shared=())
+
+    def initial_state(self, x):
+        return torch.zeros_like(x)
+
+    def forward(self, z, x):
+        return torch.tanh(self.dropout(z) @ self.W.mT + x)
+
+
+@pytest.mark.parametrize("along", ["random", "residual"])
+def test_of_some_systems_it_is_that_of_a_smaller_batch(along):
+    """With the masks of these systems, gradient included."""
+    deq, x = DEQ(Dropped(), solver=Picard(), stop=Stop(rtol=0, max_steps=3)).train(), normal(6, 5, seed=2)
+    torch.manual_seed(0)
+    solution = deq(x)
+    index = torch.arange(2)
+    part, z = solution.problem.rows(index), solution.value[:2]
+    found = []
+    for given in ((solution, None, {"systems": 2}), (part, z, {})):
+        torch.manual_seed(1)
+        penalty = jacobian_penalty(given[0], given[1], along=along, **given[2])
+        found.append((penalty, *torch.autograd.grad(penalty, deq.cell.W)))
+    assert relative_error(found[0][0], found[1][0]) <= 1e-12
+    assert relative_error(found[0][1], found[1][1]) <= 1e-12
+    torch.manual_seed(1)
+    whole = jacobian_penalty(solution, along=along)
+    assert relative_error(found[0][0], whole) > 1e-3
+    torch.manual_seed(1)
+    assert torch.equal(jacobian_penalty(solution, along=along, systems=6), whole)
+
+
+def test_systems_that_cannot_be_taken_apart_are_all_looked_at():
+    """f has their inputs from elsewhere, and needs all of them."""
+    W, x = normal(3, 3, seed=1).requires_grad_(), normal(4, 3, seed=2)
+    solution = fixed_point(lambda z: 0.3 * z @ W.mT + x, torch.zeros_like(x))
+    whole, some = (jacobian_penalty(solution, along="residual", systems=count) for count in (None, 1))
+    assert torch.equal(some, whole)
+
+
 def test_a_direction_that_does_not_contract_is_seen_along_the_residual():
     """One of 200 directions grows by 0.98: 1/200 of it is in the mean over all of them."""
     diagonal = torch.full((200,), 0.1, dtype=torch.float64)

@@ -376,6 +376,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(values, tmp_path):
         "warmup.steps=1",
         "warmup.layers=2",
         "penalty.weight=0.5",
+        "penalty.share=0.5",
         f"task.augment={'crop_flip' if values is DIGITS else 'scale_crop'}",
         "task.cutmix=0.5",
     ]

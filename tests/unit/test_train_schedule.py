@@ -209,7 +209,7 @@ def test_penalty_weight_grows_by_equilibrium_steps_and_stops():
     assert PlanSchedule(penalty=Penalty(every=10)).at(20).penalty_weight == pytest.approx(0.2)
     stack = PlanSchedule(warmup=Warmup(steps=5), penalty=Penalty(weight=1.0, warmup_weight=0.3, probes=2))
     assert [stack.at(step).penalty_weight for step in (4, 5)] == [0.3, 1.0]
-    assert stack.at(4).penalty_probes == 2
+    assert stack.at(4).penalty.probes == 2
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.35, 1.0])
