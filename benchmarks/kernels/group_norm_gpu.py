@@ -28,7 +28,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, str]] = {
     "camvid residual": ((8, 32, 88, 120), 8, "residual"),
     "camvid fusion": ((8, 32, 44, 60), 8, "enlarge"),
 }
-# The most numbers in registers, in a chunk beyond that, per thread, and bytes of a pixel with channels last.
+# The most numbers in registers, in a chunk beyond that, per thread, and bytes of a pixel with channels last, for which
+# groups in chunks have 32 at least.
 SETTINGS = [
     (16384, 4096, 16, 12),
     (4096, 4096, 16, 12),
@@ -39,18 +40,39 @@ SETTINGS = [
     (16384, 4096, 16, 48),
     (4096, 2048, 16, 240),
 ]
+# For large maps, those of CamVid.
+LARGE_SETTINGS = [
+    (16384, 4096, 16, 12),
+    *(
+        (16384, chunk, per_thread, together)
+        for chunk in (4096, 8192, 16384)
+        for per_thread in (16, 32)
+        for together in (64, 128, 256)
+    ),
+    (16384, 8192, 16, 12),
+    (16384, 16384, 32, 12),
+]
 
 
 def tuning_rows(device: torch.device) -> dict[str, Callable[[], dict[str, Any]]]:
     """For each operation and layout: microseconds and GB/s, forward and of the VJP, for each setting."""
     return {
-        f"{name}{' last' if last else ''}": functools.partial(_row, device, *of, last)
+        f"{name}{' last' if last else ''}": functools.partial(
+            _row, device, *of, last, LARGE_SETTINGS if name.startswith("camvid") else SETTINGS
+        )
         for last in (False, True)
         for name, of in SHAPES.items()
     }
 
 
-def _row(device: torch.device, shape: tuple[int, ...], groups: int, operation: str, last: bool) -> dict[str, Any]:
+def _row(
+    device: torch.device,
+    shape: tuple[int, ...],
+    groups: int,
+    operation: str,
+    last: bool,
+    settings: list[tuple[int, ...]],
+) -> dict[str, Any]:
     layout = torch.channels_last if last else torch.contiguous_format
 
     def drawn(*size: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -59,8 +81,8 @@ def _row(device: torch.device, shape: tuple[int, ...], groups: int, operation: s
     x, (weight, bias) = drawn(*shape), torch.rand(2, shape[1], device=device)
     forward, backward = _operation(x, weight, bias, drawn, groups, operation)
     times: dict[str, float] = {}
-    for block, chunk, per_thread, together in SETTINGS:
-        if not last and together != SETTINGS[0][3]:
+    for block, chunk, per_thread, together in settings:
+        if not last and together != settings[0][3]:
             continue
         for module in (kernels, triton_residual):
             module.BLOCK = module.VJP_BLOCK = block

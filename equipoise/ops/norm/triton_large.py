@@ -198,8 +198,8 @@ def _apply_vjp(
         x_ptr, y_ptr, mean, rstd, weight, bias, dy_ptr, dy_ptr, sample, channel, pixel, inside,
         CHANNELS, PIXELS, ACROSS, LARGE_PIXELS, LARGE_ACROSS, FACTOR, COPIES, LAST, RELU, BY_RESULT, False,
     )  # fmt: skip
-    level = total_of_parts(levels_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES) / SIZE
-    slope = total_of_parts(slopes_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES) / SIZE
+    level = total_of_parts(levels_ptr, sample, channel, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES) / SIZE
+    slope = total_of_parts(slopes_ptr, sample, channel, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES) / SIZE
     dx = through_norm(dy, xhat, weight, level, slope, rstd)
     place = sample * (CHANNELS * PIXELS) + place_of(channel, pixel, CHANNELS, PIXELS, LAST)
     tl.store(dx_ptr + place, dx, mask=inside)

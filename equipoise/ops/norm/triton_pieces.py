@@ -55,13 +55,28 @@ def read_channels(ptr, channel, exists, otherwise, GIVEN: tl.constexpr):
 
 
 @triton.jit
+def _is_of(channel, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
+    """(ROWS, TOGETHER), which of a program's groups a channel is of; one that does not exist may be of any."""
+    return (channel // WIDTH % TOGETHER)[:, None] == tl.arange(0, TOGETHER)[None, :]
+
+
+@triton.jit
+def for_channels(values, channel, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
+    """For each channel the number of its group, given those of a program's groups, (TOGETHER,)."""
+    if TOGETHER == 1:
+        return tl.zeros([channel.shape[0]], dtype=tl.float32) + tl.sum(values, axis=0)
+    else:
+        return tl.sum(tl.where(_is_of(channel, WIDTH, TOGETHER), values[None, :], 0.0), axis=1)
+
+
+@triton.jit
 def over_groups(sums, channel, WIDTH: tl.constexpr, TOGETHER: tl.constexpr):
-    """For each channel the sum over the channels of its group."""
+    """For each channel the sum over the channels of its group; those of channels that do not exist are zero."""
     if TOGETHER == 1:
         return tl.zeros([channel.shape[0]], dtype=tl.float32) + tl.sum(sums, axis=0)
     else:
-        group = channel // WIDTH
-        return tl.sum(tl.where(group[:, None] == group[None, :], sums[None, :], 0.0), axis=1)
+        totals = tl.sum(tl.where(_is_of(channel, WIDTH, TOGETHER), sums[:, None], 0.0), axis=0)
+        return for_channels(totals, channel, WIDTH, TOGETHER)
 
 
 @triton.jit
@@ -321,23 +336,18 @@ def measure_chunk(
 def read_parts(
     ptr,
     sample,
-    channel,
-    exists,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOGETHER: tl.constexpr,
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """What all chunks of each channel's group have: (ROWS, LANES), or (1, LANES) if all channels are of one group."""
-    lane = tl.arange(0, LANES)
-    group = sample * (CHANNELS // WIDTH) + channel // WIDTH
-    if TOGETHER == 1:
-        only = tl.max(tl.where(exists, group, 0), axis=0)
-        return tl.load(ptr + only * CHUNKS + lane, mask=lane < CHUNKS, other=0.0)[None, :]
-    else:
-        there = exists[:, None] & (lane < CHUNKS)[None, :]
-        return tl.load(ptr + group[:, None] * CHUNKS + lane[None, :], mask=there, other=0.0)
+    """What all chunks of a program's groups have: (TOGETHER, LANES)."""
+    GROUPS: tl.constexpr = CHANNELS // WIDTH
+    lane = tl.arange(0, LANES)[None, :]
+    first = tl.program_id(0) % (GROUPS // TOGETHER) * TOGETHER
+    group = sample * GROUPS + first + tl.arange(0, TOGETHER)[:, None]
+    return tl.load(ptr + group * CHUNKS + lane, mask=lane < CHUNKS, other=0.0)
 
 
 @triton.jit
@@ -345,7 +355,6 @@ def total_of_parts(
     ptr,
     sample,
     channel,
-    exists,
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -353,8 +362,8 @@ def total_of_parts(
     LANES: tl.constexpr,
 ):
     """For each channel the sum over the chunks of its group."""
-    parts = read_parts(ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-    return tl.sum(parts, axis=1) + tl.zeros([channel.shape[0]], dtype=tl.float32)
+    parts = read_parts(ptr, sample, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+    return for_channels(tl.sum(parts, axis=1), channel, WIDTH, TOGETHER)
 
 
 @triton.jit
@@ -380,13 +389,13 @@ def moments_of_parts(
     SIZE: tl.constexpr = WIDTH * PIXELS
     lane = tl.arange(0, LANES)
     numbers = (tl.where(lane < CHUNKS, tl.minimum(PIXELS - lane * COLUMNS, COLUMNS), 0) * WIDTH).to(tl.float32)[None, :]
-    means = read_parts(means_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-    spreads = read_parts(spreads_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+    means = read_parts(means_ptr, sample, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+    spreads = read_parts(spreads_ptr, sample, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
     middle = tl.sum(means * numbers, axis=1) / SIZE
     apart = means - middle[:, None]
     total = tl.sum(spreads + numbers * apart * apart, axis=1)
-    zeros = tl.zeros([channel.shape[0]], dtype=tl.float32)
-    mean, rstd = middle + zeros, 1.0 / tl.sqrt(total / SIZE + eps) + zeros
+    mean = for_channels(middle, channel, WIDTH, TOGETHER)
+    rstd = for_channels(1.0 / tl.sqrt(total / SIZE + eps), channel, WIDTH, TOGETHER)
     if chunk == 0:
         write_moments(mean_ptr, rstd_ptr, sample, channel, exists, mean, rstd, CHANNELS, WIDTH)
     return mean, rstd

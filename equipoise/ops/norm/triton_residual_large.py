@@ -177,8 +177,8 @@ def _backward(
             sample, channel, exists, chunk, CHANNELS, WIDTH, TOGETHER, CHUNKS, WRITES_AFFINE,
         )  # fmt: skip
     else:
-        level = total_of_parts(levels_out_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-        slope = total_of_parts(slopes_out_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+        level = total_of_parts(levels_out_ptr, sample, channel, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+        slope = total_of_parts(slopes_out_ptr, sample, channel, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
         dv = tl.where(flat, 0.0, through_norm(dy, w, weight_out, level / SIZE, slope / SIZE, rstd_out))
         if PASS == 1:
             write_sums(
@@ -186,8 +186,8 @@ def _backward(
                 sample, channel, exists, chunk, CHANNELS, WIDTH, TOGETHER, CHUNKS, WRITES_AFFINE,
             )  # fmt: skip
         else:
-            level = total_of_parts(levels_in_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
-            slope = total_of_parts(slopes_in_ptr, sample, channel, exists, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+            level = total_of_parts(levels_in_ptr, sample, channel, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
+            slope = total_of_parts(slopes_in_ptr, sample, channel, CHANNELS, WIDTH, TOGETHER, CHUNKS, LANES)
             du = through_norm(dv, u, weight_in, level / SIZE, slope / SIZE, rstd_in)
             write_cotangents(du, dv, factor, dt_ptr + origin, dz_ptr + origin, dx_ptr + origin, at, inside, WRITES_X)
 
