@@ -232,12 +232,13 @@ def spectral_norm(module: nn.Module, bound: float = 1.0, iterations: int = 1) ->
 
 @torch.no_grad()
 def remove_norm(module: nn.Module) -> nn.Module:
-    """Make the effective weight of a normalised layer an ordinary parameter again, in place; others stay as they are.
+    """Make the effective weight of a normalised layer an ordinary parameter again, in place.
 
     Args:
-        module: What `weight_norm` or `spectral_norm` returned. Only that layer, not those inside of it.
+        module: What `weight_norm` or `spectral_norm` returned. Others stay as they are, classes derived from these too,
+            and so do layers inside of it.
     """
-    if isinstance(module, _Normalised):
+    if isinstance(module, _Normalised) and type(module) in _PLAIN:
         with torch.autocast(module.weight_v.device.type, enabled=False):
             weight = module.begin_solve(module.weight_v)
         for name in ("weight_g", "weight_v", "vectors", "bound"):

@@ -9,6 +9,7 @@ from torch import nn
 import equipoise as eq
 from equipoise.models import create_model
 from equipoise.nn import frozen, remove_norm, spectral_norm, weight_norm
+from equipoise.nn.norm import WeightNormLinear
 from tests.gradients import relative_error
 
 IMAGES = {
@@ -138,6 +139,19 @@ def test_a_norm_that_is_removed_leaves_its_weight(make, layer):
     assert set(normalised.state_dict()) == {"weight", "bias"}
     assert torch.equal(normalised.weight, weight)
     assert remove_norm(normalised) is normalised  # nothing left to do
+
+
+def test_a_class_derived_from_a_normalised_one_keeps_its_norm():
+    class Doubled(WeightNormLinear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    layer = weight_norm(nn.Linear(3, 2))
+    layer.__class__ = Doubled
+    assert type(remove_norm(layer)) is Doubled
+    x = torch.randn(4, 3)
+    with torch.no_grad():
+        assert torch.equal(frozen(nn.Sequential(layer))(x), layer(x))
 
 
 def test_a_frozen_model_takes_solvers_and_solves_as_before():
