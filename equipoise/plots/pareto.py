@@ -116,7 +116,7 @@ def _conclusion(record: dict[str, Any]) -> str:
         for name, value in found.items()
         if isinstance(value.get("mean"), int | float)
     ]
-    return f"faster than {record['reference']} at equal {record['metric']}:\n{', '.join(said)}" if said else ""
+    return f"speed at equal {record['metric']}, {record['reference']} = 1:\n{', '.join(said)}" if said else ""
 
 
 def _over_budget(speedup: dict[str, Any], record: dict[str, Any]) -> str:

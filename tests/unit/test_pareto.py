@@ -258,7 +258,7 @@ def test_the_figure(tmp_path):
     assert chart.rows[0] == ("run", "anderson", 0, 1, 80.0, 1.0, 0.1)
     axes, below = chart.figure.axes
     assert axes.get_yscale() == below.get_yscale() == "log"
-    said = "faster than anderson at equal perplexity:\nhyper 3.00× (over its 3 steps 3.01×)"
+    said = "speed at equal perplexity, anderson = 1:\nhyper 3.00× (over its 3 steps 3.01×)"
     assert said in axes.get_title(loc="left")
     means = [line for line in axes.lines if list(line.get_ydata()) == [4.0, 2.0, 1.0]]
     assert len(means) == 3  # two seeds and their mean
