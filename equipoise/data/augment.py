@@ -257,11 +257,13 @@ def _recoloured(images: Tensor, change: Tensor) -> Tensor:
 
     Args:
         images: The images.
-        change: (N, 5) by how much, 0 for nothing.
+        change: (N, 5) by how much, 0 for nothing; the balance by half of it.
     """
-    brightness, contrast, balance = change[:, 0, None], 1 + change[:, 1, None], 1 + change[:, 2 : 2 + images.shape[1]]
-    changed = (images - 127.5) * (contrast * balance)[:, :, None, None] + 127.5 * (1 + brightness)[:, :, None, None]
-    return changed.clamp(0, 255)
+    brightness, contrast = 1 + change[:, 0, None], 1 + change[:, 1, None, None, None]
+    balance = 1 + change[:, 2 : 2 + images.shape[1]] / 2
+    # About the mean of the image, and by factors: what is dark stays visible.
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    return ((mean + (images - mean) * contrast) * (brightness * balance)[:, :, None, None]).clamp(0, 255)
 
 
 def _integers(draws: Tensor, limit: int) -> Tensor:

@@ -59,8 +59,8 @@ class MDEQConfig:
         channels: Channels of the state per resolution, the finest first; each has half the pixels of the one before.
         head_channels: Channels of the classification head's bottlenecks, one per resolution; segmentation has none.
         final_channels: Channels before the last layer of the head; for segmentation, all of the state's if None.
-        details: Channels of a part of the segmentation head that looks at the image again, at half its size; 0: none,
-            as published.
+        details: Channels of a part of the segmentation head that looks at the image again, at half its size, and adds
+            to the scores; 0 for none, as published.
         expansion: Hidden channels of f's residual blocks over their channels, rounded to a multiple of `groups`.
         downsamplings: Times the stem halves the image, 0 to 3.
         dropout: Probability of dropping a channel in f, one mask per solve.

@@ -122,8 +122,8 @@ class ClassificationHead(nn.Module):
 class SegmentationHead(nn.Module):
     """States to scores of classes for each pixel: all states at the finest resolution, then two 1×1 convolutions.
 
-    With details, what is thinner than a pixel of the states is seen too: between the two, maps are enlarged to half the
-    size of the image and joined to features of the image there by a 3×3 convolution.
+    With details, what is thinner than a pixel of the states is seen too: at half the size of the image, features of the
+    image and of the states add to the scores, nothing to begin with.
 
     Args:
         channels: Of the states, the finest first.
@@ -148,31 +148,35 @@ class SegmentationHead(nn.Module):
     ) -> None:
         super().__init__()
         self.final = nn.Sequential(*normed(conv(sum(channels), final_channels, 1, bias=True), final_channels, momentum))
-        self.details = _Details(in_channels, final_channels, details, momentum) if details else None
-        self.classifier = conv(details or final_channels, num_classes, 1, bias=True)
+        self.classifier = conv(final_channels, num_classes, 1, bias=True)
         initialise(self, init_std)
+        self.details = _Details(in_channels, final_channels, details, num_classes, momentum) if details else None
 
     def forward(self, states: Sequence[Tensor], images: Tensor) -> Tensor:
         """Scores (N, classes, H, W) of images (N, C, H, W)."""
         finest = states[0].shape[2:]
         y = self.final(torch.cat([states[0], *(resized(state, finest) for state in states[1:])], dim=1))
+        scores = self.classifier(y)
         if self.details is not None:
-            y = self.details(y, images)
-        return resized(self.classifier(y), images.shape[2:])
+            scores = self.details(scores, y, images)
+        return resized(scores, images.shape[2:])
 
 
 class _Details(nn.Module):
-    """Maps of few pixels and an image to maps of half the size of the image."""
+    """Scores and maps of few pixels, and an image, to scores at half the size of the image."""
 
-    def __init__(self, in_channels: int, inputs: int, channels: int, momentum: float) -> None:
+    def __init__(self, in_channels: int, inputs: int, channels: int, num_classes: int, momentum: float) -> None:
         super().__init__()
         self.image = nn.Sequential(*normed(conv(in_channels, channels, 3, stride=2), channels, momentum))
-        self.narrow = conv(inputs, channels, 1)
+        self.narrow = nn.Sequential(*normed(conv(inputs, channels, 1), channels, momentum))
         self.join = nn.Sequential(*normed(conv(2 * channels, channels, 3), channels, momentum))
+        self.classifier = conv(channels, num_classes, 1)
+        nn.init.zeros_(self.classifier.weight)
 
-    def forward(self, y: Tensor, images: Tensor) -> Tensor:
+    def forward(self, scores: Tensor, y: Tensor, images: Tensor) -> Tensor:
         fine = self.image(images)
-        return self.join(torch.cat([resized(self.narrow(y), fine.shape[2:]), fine], dim=1))
+        size = fine.shape[2:]
+        return resized(scores, size) + self.classifier(self.join(torch.cat([resized(self.narrow(y), size), fine], 1)))
 
 
 def resized(x: Tensor, size: Sequence[int]) -> Tensor:

@@ -226,7 +226,7 @@ def test_settings_are_checked_when_they_are_given(make, settings, words):
 
 
 def test_colours_change_by_row_within_their_limits():
-    """Brightness, contrast and the balance of channels about the middle; masks and black outside stay."""
+    """Brightness and the balance of channels by factors, contrast about the mean; masks and black outside stay."""
     images = torch.tensor([0.0, 100.0, 127.5, 255.0]).repeat(3, 3, 4, 1)
     masks = torch.zeros(3, 4, 4, dtype=torch.long)
     draws = torch.full((3, 9), 0.5)
@@ -237,9 +237,10 @@ def test_colours_change_by_row_within_their_limits():
     changed, moved = ScaleCrop(scales=(1.0, 1.0), colour=0.2)(images, masks, draws)
     torch.testing.assert_close(plain, images)
     torch.testing.assert_close(changed[0], images[0])
-    torch.testing.assert_close(changed[1], (images[1] + 0.2 * 127.5).clamp(0, 255))
-    for channel, gain in enumerate((0.8 * 1.2, 0.8, 0.8)):
-        torch.testing.assert_close(changed[2, channel], (images[2, channel] - 127.5) * gain + 127.5)
+    torch.testing.assert_close(changed[1], (images[1] * 1.2).clamp(0, 255))
+    mean = images[2].mean()
+    for channel, gain in enumerate((1.1, 1.0, 1.0)):
+        torch.testing.assert_close(changed[2, channel], ((images[2, channel] - mean) * 0.8 + mean) * gain)
     assert torch.equal(moved, masks)
     larger, _ = ScaleCrop((6, 6), scales=(1.0, 1.0), colour=0.2)(images, masks, draws)
     assert (larger == 0).sum() >= 3 * 3 * 20  # what lies outside

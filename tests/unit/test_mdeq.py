@@ -243,18 +243,23 @@ def test_the_segmentation_head_is_that_of_the_formulas(training, details):
     images = images_of(*size)
     z = states_of(model, model.inject(images))
     p = model.head.state_dict()
+    if details:
+        assert not p["details.classifier.weight"].any()
+        p["details.classifier.weight"].normal_()
     y = torch.cat([bilinear(state, z[0].shape[2:]) for state in z], dim=1)
     y = F.conv2d(y, p["final.0.weight"], p["final.0.bias"])
     y = batch_norm(y, p, "final.1", training).clamp(min=0)
+    scores = F.conv2d(y, p["classifier.weight"], p["classifier.bias"])
     if details:
         fine = F.conv2d(images, p["details.image.0.weight"], stride=2, padding=1)
         fine = batch_norm(fine, p, "details.image.1", training).clamp(min=0)
         assert fine.shape[2:] == (7, 6)
-        y = torch.cat([bilinear(F.conv2d(y, p["details.narrow.weight"]), (7, 6)), fine], dim=1)
-        y = F.conv2d(y, p["details.join.0.weight"], padding=1)
-        y = batch_norm(y, p, "details.join.1", training).clamp(min=0)
-    y = F.conv2d(y, p["classifier.weight"], p["classifier.bias"])
-    assert relative_error(model.head(z, images), bilinear(y, size)) <= 1e-12
+        few = F.conv2d(y, p["details.narrow.0.weight"])
+        few = batch_norm(few, p, "details.narrow.1", training).clamp(min=0)
+        y = torch.cat([bilinear(few, (7, 6)), fine], dim=1)
+        y = batch_norm(F.conv2d(y, p["details.join.0.weight"], padding=1), p, "details.join.1", training).clamp(min=0)
+        scores = bilinear(scores, (7, 6)) + F.conv2d(y, p["details.classifier.weight"])
+    assert relative_error(model.head(z, images), bilinear(scores, size)) <= 1e-12
 
 
 def test_injection_at_every_resolution():
