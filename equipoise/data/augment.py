@@ -191,7 +191,8 @@ class ScaleCrop(Augment):
         step: Factors are the least one plus multiples of this.
         flip: Whether to mirror half of the time.
         ignore: Label of what lies outside.
-        colour: How far brightness, contrast and the balance of channels are changed at most, as a share; 0 for not.
+        colour: How far brightness and contrast are changed at most, as a share, and the balance of channels by half of
+            it; 0 for not.
     """
 
     size: tuple[int, int] | None = None

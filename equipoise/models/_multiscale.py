@@ -216,9 +216,10 @@ class MultiscaleCell(nn.Module):
 
     def initial_state(self, x: States) -> States:
         """Zeros in x's memory format and the dtype of the norms: under autocast the injection's is a lower one."""
-        finest = x[0]
+        finest, block = x[0], self.blocks[0]
+        assert isinstance(block, ResidualBlock)
         height, width = finest.shape[2:]
-        dtype = next(p.dtype for m in self.modules() if isinstance(m, nn.GroupNorm) for p in m.parameters())
+        dtype = block.norm_out.weight.dtype
         last = finest.is_contiguous(memory_format=torch.channels_last) and not finest.is_contiguous()
         layout = torch.channels_last if last else torch.contiguous_format
         states = []

@@ -32,7 +32,7 @@ def frozen(model: Module) -> Module:
         The copy, in eval mode, its parameters without gradients. They are not those of the model: it does not follow
         when that is trained further.
     """
-    twin = copy.deepcopy(model).eval().requires_grad_(False)
+    twin = copy.deepcopy(model).eval()
     places = Counter(module for _, module in twin.named_modules(remove_duplicate=False))
     for module in list(twin.modules()):
         remove_norm(module)

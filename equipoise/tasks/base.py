@@ -56,11 +56,6 @@ class Task(abc.ABC):
     shown: ClassVar[str | None] = None
     """The metric that is drawn against time, higher being better; None for `score`."""
 
-    @property
-    def drawn(self) -> tuple[str, str]:
-        """The metric that is drawn against time, and whether "higher" or "lower" is better."""
-        return (self.score, "lower") if self.shown is None else (self.shown, "higher")
-
     def __init__(
         self,
         config: Any,
@@ -73,6 +68,11 @@ class Task(abc.ABC):
     ) -> None:
         self.config, self.model_settings = config, dict(model)
         self.data_dir, self.seed, self.rank, self.world_size = data_dir, seed, rank, world_size
+
+    @property
+    def drawn(self) -> tuple[str, str]:
+        """The metric that is drawn against time, and whether "higher" or "lower" is better."""
+        return (self.score, "lower") if self.shown is None else (self.shown, "higher")
 
     @abc.abstractmethod
     def data(self) -> Splits:

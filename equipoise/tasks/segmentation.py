@@ -33,7 +33,8 @@ class SegmentationConfig(VisionConfig):
         augment: "none", or "scale_crop": scaled, cropped, mirrored.
         crop: Height and width of crops; None for those of the images.
         scales: Least and greatest factor, in steps of 0.1.
-        colour: How far brightness, contrast and the balance of channels are changed at most, as a share; 0 for not.
+        colour: How far brightness and contrast are changed at most, as a share, and the balance of channels by half of
+            it; 0 for not.
         class_weights: "none", or "data" for the usual ones of the data set.
         overlap: Weight of a second term of the loss, 1 − IoU of probabilities and truth, for what is thin or rare.
         mining: Loss is that of hard pixels only, those whose class has at most this probability; None for all pixels.

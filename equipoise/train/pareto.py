@@ -464,8 +464,10 @@ def pareto_opened(
 
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
+    metric, better = task.drawn
     options = {
-        **dict(zip(("metric", "better"), task.drawn, strict=True)),
+        "metric": metric,
+        "better": better,
         "score": Scoring(opened, split, most),
         "forward": forward_of(opened.task, opened.device),
         **options,
