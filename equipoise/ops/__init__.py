@@ -14,6 +14,7 @@ from equipoise.ops.low_rank import LowRankMemory, LowRankParts, low_rank_step
 from equipoise.ops.norm import group_norm, residual_norm
 from equipoise.ops.picard import picard_follow, picard_settle, picard_step
 from equipoise.ops.standing import Standing
+from equipoise.ops.start import image_start
 from equipoise.ops.taps import drop_taps, gather_taps
 from equipoise.ops.trellis import trellis_cell
 from equipoise.ops.weight_norm import normalised_rows
@@ -35,6 +36,7 @@ __all__ = [
     "gather_taps",
     "group_norm",
     "hyper_step",
+    "image_start",
     "lookup",
     "low_rank_apply",
     "low_rank_step",

@@ -60,7 +60,9 @@ class ImageInitialiser(nn.Module):
 
     def __init__(self, source: int, hidden: int, state: Sequence[int]) -> None:
         super().__init__()
+        self.source, self.hidden = source, hidden
         self.inner = nn.ModuleList(nn.Conv2d(source, hidden, TAPS, padding=TAPS // 2) for _ in state)
+        self.inner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.coarser = nn.ModuleList(nn.Conv2d(hidden, hidden, 1, bias=False) for _ in state[1:])
         self.out = nn.ModuleList(_silent(nn.Conv2d(hidden, channels, 1)) for channels in state)
         self.past = nn.ModuleList(_silent(nn.Conv2d(source, channels, 1, bias=False)) for channels in state)
@@ -68,7 +70,7 @@ class ImageInitialiser(nn.Module):
     def forward(self, x: Tensor, like: Leaves) -> Leaves:
         x, starts, features = x.to(next(self.parameters()).dtype), [], None
         for level in reversed(range(len(like))):
-            source = _resized(x, like[level].shape[-2:])
+            source = self.resized(x, like[level].shape[-2:])
             told = self.inner[level](source)
             if features is not None:
                 told = told + interpolate(self.coarser[level](features), size=source.shape[-2:])
@@ -76,9 +78,10 @@ class ImageInitialiser(nn.Module):
             starts.append(self.out[level](features) + self.past[level](source))
         return starts[::-1]
 
-
-def _resized(x: Tensor, size: Sequence[int]) -> Tensor:
-    return x if x.shape[-2:] == tuple(size) else adaptive_avg_pool2d(x, (int(size[0]), int(size[1])))
+    @staticmethod
+    def resized(x: Tensor, size: Sequence[int]) -> Tensor:
+        """The input (N, C, H, W) averaged to another size."""
+        return x if x.shape[-2:] == tuple(size) else adaptive_avg_pool2d(x, (int(size[0]), int(size[1])))
 
 
 class FlatInitialiser(nn.Module):

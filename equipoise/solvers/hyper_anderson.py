@@ -167,9 +167,14 @@ class HyperAnderson(Solver, nn.Module):
             return z
         if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
             return z
-        x = _checked_source(problem, self.config)
-        guess = [leaf.to(z[0].dtype) for leaf in self.initialiser(x, _shaped(problem.spec, z))]
-        flat = _flat(problem.spec, guess)
+        from equipoise.ops import image_start
+
+        x, like = _checked_source(problem, self.config), _shaped(problem.spec, z)
+        if isinstance(self.initialiser, nets.ImageInitialiser):
+            guess = image_start(self.initialiser, x, like)
+        else:
+            guess = self.initialiser(x, like)
+        flat = _flat(problem.spec, [leaf.to(z[0].dtype) for leaf in guess])
         if self.config.warm == "replace":
             return flat
         warm = functools.reduce(torch.logical_or, [leaf.any(dim=1) for leaf in z])  # NaN is not zero

@@ -34,6 +34,7 @@ LEARNED = "hyper"
 TOLERANCE = 5e-3  # a metric so much worse still counts as equal
 FEWEST_CALLS = 2  # before the timing: a shape is recorded when it comes again
 MOST_RECORDINGS = 8  # calls after those, until one records nothing
+IN_A_ROW = 8  # batches that a device is given at once, as they come in use: the host prepares the next one meanwhile
 
 Score = Callable[[nn.Module, Sequence[Any]], Mapping[str, float]]
 """Metrics of a model on batches."""
@@ -61,8 +62,10 @@ def pareto(
 
     All is done in eval mode. Every candidate is scored first, so that all has been run many times before it is timed.
     Then candidates are timed in turns, each by its median, the device idle before and after: the whole of `forward` as
-    one CUDA graph where that can be (`CapturedForward`), elsewhere with solves by the engine the model has. Learned
-    solvers that differ in nothing but weights take turns in one recording, and share its time: they do the same work.
+    one CUDA graph where that can be (`CapturedForward`), elsewhere with solves by the engine the model has. A device
+    gets several batches in a row, so that its time counts and not the host's; that of a batch alone is taken too.
+    Learned solvers that differ in nothing but weights take turns in one recording, and share its time: they do the
+    same work.
 
     Args:
         model: A DEQ, or a module that contains some.
@@ -78,13 +81,13 @@ def pareto(
         others: Models to put beside it as single points, e.g. an explicit network, scored and timed alike.
         select: Which iterate is taken: the "last", after exactly so many evaluations, or the "best" one measured.
         warmup: Calls before the timing, besides those of the scoring.
-        rounds: Timed calls, at most.
+        rounds: Times that each is timed, at most.
         each: Gets the record after each number of steps, as far as it goes, e.g. to write it.
 
     Returns:
-        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds, residual, the `engine` that was
-        timed ("graph", "captured", "eager" or "mixed") and why it was not one graph (`no_graph`); `missing`, the
-        numbers of steps that are still to be measured; `speedup` by solver.
+        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds per batch (`ms`; `ms_alone`), the
+        residual, the `engine` that was timed ("graph", "captured", "eager" or "mixed") and why it was not one graph
+        (`no_graph`); `missing`, the numbers of steps that are still to be measured; `speedup` by solver.
     """
     kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given)]
     reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
@@ -248,12 +251,17 @@ class _Bench:
             replays[place] += after[0] - before[0]
             others[place] += after[1] - before[1]
 
-        samples = in_turns(works, device, self.rounds, around=around)
+        alone = in_turns(works, device, self.rounds, around=around)
+        samples = alone
+        if device.type == "cuda":
+            rows = {place: partial(_repeat, work, IN_A_ROW) for place, work in works.items()}
+            samples = in_turns(rows, device, self.rounds, IN_A_ROW, around=around)
         graphs.release()
         found = {}
         for place, sample in samples.items():
             engine = "graph" if obstacles[place] is None else _engine(replays[place], others[place])
-            found[place] = {**_milliseconds(sample), "engine": engine, "no_graph": obstacles[place]}
+            times = {**_milliseconds(sample), "ms_alone": 1e3 * alone[place].median}
+            found[place] = {**times, "engine": engine, "no_graph": obstacles[place]}
         return found
 
     def _work(self, model: nn.Module, graphs: CapturedForward) -> tuple[Callable[[], Any], str | None]:
@@ -291,6 +299,11 @@ def _engine_counts(model: nn.Module) -> tuple[int, int]:
 def _engine(replays: int, others: int) -> str:
     """What solved: "captured", "eager", or some of each."""
     return "eager" if not replays else "mixed" if others else "captured"
+
+
+def _repeat(work: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        work()
 
 
 def _milliseconds(sample: Sample) -> dict[str, float]:
@@ -339,9 +352,19 @@ def speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """How much sooner each solver reaches the metric that the reference has after `at` steps, within half a percent.
 
     `values` has a ratio for each seed, None where the metric is not reached: the time the reference needs for that
-    metric, over the seed's. It may need fewer than `at` steps; `over_budget` is over its time for all of them. Where
-    numbers of steps are missing still, curves count up to the first of them.
+    metric, over the seed's. It may need fewer than `at` steps; `over_budget` is over its time for all of them, and
+    `alone` the mean for batches one at a time. Where numbers of steps are missing still, curves count up to the first
+    of them.
     """
+    said = _speedups(record)
+    if all("ms_alone" in point for point in record["points"]):
+        points = [{**point, "ms": point["ms_alone"]} for point in record["points"]]
+        for name, found in _speedups({**record, "points": points}).items():
+            said[name]["alone"] = found["mean"]
+    return said
+
+
+def _speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found, better, missing = curves(record), record["better"], record.get("missing", ())
     end = next(point for point in found[record["reference"]][0] if point["steps"] == record["at"])
     slack = TOLERANCE * abs(end["metric"])

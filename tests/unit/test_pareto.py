@@ -65,6 +65,7 @@ def test_points_of_every_solver_seed_and_number_of_steps():
     assert points[-1]["solver"] == "two layers"
     assert points[-1]["steps"] is None
     assert all(0 < p["ms_low"] <= p["ms"] <= p["ms_high"] for p in points)
+    assert all(p["ms_alone"] == p["ms"] for p in points)  # a CPU is its own host
     found = {(p["solver"], p["seed"], p["steps"]): p for p in points}
     for steps in (1, 3, 6):  # an unfitted solver is the plain iteration
         assert found["hyper", 1, steps]["metric"] == found["picard", 0, steps]["metric"]
@@ -235,6 +236,9 @@ def test_speedups_at_an_equal_metric(sign):
     assert said["anderson"]["mean"] == pytest.approx(1.0)
     assert said["picard"]["values"] == [None]
     assert said["picard"]["mean"] is None
+    assert "alone" not in said["hyper"]
+    apart = [{**p, "ms_alone": p["ms"] + 1.0} for p in record["points"]]  # the host adds a millisecond to all of them
+    assert speedups({**record, "points": apart})["hyper"]["alone"] == pytest.approx(3.995 / 1.9975)
     assert steps_ahead(record) == {"hyper": [1, 2, 3], "picard": [1, 2]}
 
 
