@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from equipoise import _leaves
 from equipoise._iterate import COMPACT_MIN_SYSTEMS
 from equipoise._method import Evaluate, Method
 from equipoise._solution import Stats, Status
@@ -130,6 +129,8 @@ class Buffers:
 
     def conclude(self, stop: Stop) -> None:
         """Settle what is returned; the iteration may go on all the same."""
+        from equipoise.ops import take_last
+
         standing, (status, steps) = self.standing, self.ended
         if stop.fixed_budget:  # the steps stay what they are, and systems end in one way only
             torch.ne(standing.residual, 0, out=status)  # MAX_STEPS, or CONVERGED without a residual
@@ -141,11 +142,7 @@ class Buffers:
             steps.copy_(standing.steps)
             steps.masked_fill_(unfinished, stop.max_steps)
         if stop.select == "last":
-            usable = _leaves.all_finite(self.z) & (status != int(Status.NONFINITE))
-            status.masked_fill_(~usable, int(Status.NONFINITE))
-            self.residual.copy_(torch.where(usable, standing.latest, standing.residual))
-            for value, z, best in zip(self.value, self.z, standing.best, strict=True):
-                value.copy_(torch.where(usable[:, None], z, best))
+            take_last(self.z, self.value, self.residual, status, standing)
 
     def stats(self, stop: Stop, nfe: int) -> Stats:
         """The statistics of the solve, in tensors of their own."""

@@ -9,6 +9,7 @@ from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
 from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
+from equipoise.ops.last import take_last
 from equipoise.ops.likelihood import add_nll, nll
 from equipoise.ops.low_rank import LowRankMemory, LowRankParts, low_rank_step
 from equipoise.ops.norm import group_norm, residual_norm
@@ -46,5 +47,6 @@ __all__ = [
     "picard_settle",
     "picard_step",
     "residual_norm",
+    "take_last",
     "trellis_cell",
 ]

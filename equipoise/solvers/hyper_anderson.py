@@ -1,7 +1,6 @@
 """Anderson's update with learned weights and step length, from a learned start."""
 
 import dataclasses
-import functools
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -167,18 +166,13 @@ class HyperAnderson(Solver, nn.Module):
             return z
         if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
             return z
-        from equipoise.ops import image_start
+        from equipoise.ops.start import image_start, kept
 
-        x, like = _checked_source(problem, self.config), _shaped(problem.spec, z)
+        x, like, keep = _checked_source(problem, self.config), _shaped(problem.spec, z), self.config.warm == "keep"
         if isinstance(self.initialiser, nets.ImageInitialiser):
-            guess = image_start(self.initialiser, x, like)
-        else:
-            guess = self.initialiser(x, like)
-        flat = _flat(problem.spec, [leaf.to(z[0].dtype) for leaf in guess])
-        if self.config.warm == "replace":
-            return flat
-        warm = functools.reduce(torch.logical_or, [leaf.any(dim=1) for leaf in z])  # NaN is not zero
-        return [torch.where(warm[:, None], old, new) for new, old in zip(flat, z, strict=True)]
+            return _flat(problem.spec, image_start(self.initialiser, x, like, keep=keep))
+        flat = _flat(problem.spec, [leaf.to(z[0].dtype) for leaf in self.initialiser(x, like)])
+        return kept(z, flat) if keep else flat
 
     def check_state(self, spec: StateSpec) -> None:
         """Raise if the networks are for states of another form: sizes of one leaf, or their number, would not fit."""

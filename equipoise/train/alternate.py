@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from equipoise._errors import require_count
+from equipoise._errors import require_count, require_number
 from equipoise._module import deqs_in, override
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks.hyper import FitSettings, Forward, Networks, NoEquilibriaError, fit_hyper_solver
+
+LATE, REFRESHED, RESTING = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,9 @@ class Alternate:
     """When a learned solver is fitted during training.
 
     Until `start` the model is trained with its own solver. Then one is fitted from scratch, used as the forward solver
-    of the following steps, and fitted a little more every `every` steps. Backward solves are as they were.
+    of the following steps, and fitted a little more every `every` steps. Backward solves are as they were. A model may
+    change faster than that: where solves end above `limit` the learned solver is fitted a little more at once, and
+    where that does not help the model's own solver takes over until the next regular fit.
 
     Attributes:
         start: Step before which it is fitted first; None for never.
@@ -28,6 +32,7 @@ class Alternate:
         every: Training steps between two later fits.
         refresh: Fitting steps of each of those.
         max_steps: Most steps of a forward solve by the learned solver; None for those of the plan.
+        limit: Median residual of the training solves between two log lines that is too large.
         solver: What the solver consists of.
         fit: How it is fitted; its number of steps is not looked at.
     """
@@ -37,6 +42,7 @@ class Alternate:
     every: int = 5000
     refresh: int = 200
     max_steps: int | None = None
+    limit: float = 0.15
     solver: Networks = Networks()
     fit: FitSettings = FitSettings()
 
@@ -47,9 +53,10 @@ class Alternate:
             require_count("alternate", name, getattr(self, name))
         if self.max_steps is not None:
             require_count("alternate", "max_steps", self.max_steps)
+        require_number("alternate", "limit", self.limit, low=0.0, open_low=True)
 
     def due(self, step: int, fitted: bool) -> int:
-        """How many fitting steps come before training step number `step`."""
+        """How many fitting steps come before training step number `step`, by the clock."""
         if self.start is None or step < self.start:
             return 0
         if not fitted:
@@ -65,11 +72,26 @@ class Alternation:
         settings: When and how.
         solver: The solver, once there is one.
         seconds: Time spent on fitting it.
+        behind: Whether the model has changed too much for it: 0 for no, 1 where it is to be fitted a little more, 2
+            where it was, 3 where that did not help, and it rests until the next regular fit.
     """
 
     settings: Alternate
     solver: HyperAnderson | None = field(default=None)
     seconds: float = 0.0
+    behind: int = 0
+
+    @property
+    def in_use(self) -> bool:
+        """Whether forward solves are left to it."""
+        return self.solver is not None and self.behind != RESTING
+
+    def note(self, residual: float) -> None:
+        """Take in how its solves have ended since the last log line: their median residual."""
+        if residual <= self.settings.limit:
+            self.behind = 0
+        else:  # also where it is not a number
+            self.behind = LATE if self.behind == 0 else RESTING
 
     def before(
         self, step: int, model: nn.Module, batches: Callable[[int], Any], forward: Forward | None = None
@@ -83,7 +105,11 @@ class Alternation:
             forward: How to run the model on a batch.
         """
         count = self.settings.due(step, self.solver is not None)
-        if not count:
+        if count:
+            self.behind = 0
+        elif self.behind == LATE:
+            count, self.behind = self.settings.refresh, REFRESHED
+        else:
             return None
         made = self.settings.solver.settings() if self.solver is None else {}
         settings = dataclasses.replace(self.settings.fit, steps=count)
@@ -104,7 +130,7 @@ class Alternation:
 
         Outside of this the model has its own: averages, checkpoints and optimisers see its own parameters alone.
         """
-        if self.solver is None:
+        if not self.in_use:
             yield
             return
         most, deqs = self.settings.max_steps, deqs_in(model)
@@ -117,13 +143,14 @@ class Alternation:
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue, plain enough for a checkpoint."""
         if self.solver is None:
-            return {"config": None, "solver": None, "seconds": self.seconds}
+            return {"config": None, "solver": None, "seconds": self.seconds, "behind": self.behind}
         weights = {name: value.detach().cpu().clone() for name, value in self.solver.state_dict().items()}
-        return {"config": dataclasses.asdict(self.solver.config), "solver": weights, "seconds": self.seconds}
+        config = dataclasses.asdict(self.solver.config)
+        return {"config": config, "solver": weights, "seconds": self.seconds, "behind": self.behind}
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Continue from a saved state."""
-        self.seconds, self.solver = float(state["seconds"]), None
+        self.seconds, self.solver, self.behind = float(state["seconds"]), None, int(state.get("behind", 0))
         if state["config"] is not None:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])

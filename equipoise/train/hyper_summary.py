@@ -246,8 +246,10 @@ def _of_curves(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
 
 def _speed(record: Mapping[str, Any]) -> str:
     found = record["speedup"][LEARNED]
-    values = ", ".join("not reached" if value is None else f"{value:.2f}" for value in found["values"])
-    mean = "not reached by all seeds" if found["mean"] is None else f"{found['mean']:.2f}"
+    open_yet = "not known yet" if record["missing"] else "not reached"
+    values = ", ".join(open_yet if value is None else f"{value:.2f}" for value in found["values"])
+    unsure = open_yet if record["missing"] else "not reached by all seeds"
+    mean = unsure if found["mean"] is None else f"{found['mean']:.2f}"
     over = (
         "" if found["over_budget"] is None else f" (over Anderson's time for all of them: {found['over_budget']:.2f})"
     )

@@ -219,7 +219,7 @@ class _Run:
     def _learned(self) -> Alternation | None:
         """The learned solver, where the plan of this step leaves the solve to it."""
         alternation = self.state.alternation
-        ready = alternation is not None and alternation.solver is not None
+        ready = alternation is not None and alternation.in_use
         return alternation if ready and self.plan is not None and self.plan.phase == "equilibrium" else None
 
     def _train_step(self) -> dict[str, Tensor]:
@@ -407,7 +407,25 @@ class _Run:
             if state.control is not None:
                 state.control.update(forward["residual_p50"])
                 record["penalty_strength"] = state.control.strength
+            if self._learned is not None:
+                self._follow_solver(self._learned, forward["residual_p50"])
+        if state.alternation is not None:
+            record["learned_solver"] = state.alternation.in_use
         return {**record, "forward": forward, "backward": backward}
+
+    def _follow_solver(self, alternation: Alternation, residual: float) -> None:
+        """Tell the learned solver how it does, and say so where it is put aside."""
+        alternation.note(residual)
+        if not alternation.in_use and self.processes.main:
+            settings = alternation.settings
+            warnings.warn(
+                f"step {self.state.step}: with the learned solver half of the training solves ended above a relative "
+                f"residual of {settings.limit:g}, now {residual:.2g}, even after a fit: until the next one the model's "
+                f"own solver is used. Try alternate.every below {settings.every}, alternate.refresh above "
+                f"{settings.refresh}, or a larger alternate.max_steps.",
+                EquilibriumWarning,
+                stacklevel=5,
+            )
 
     def _warn_of_loss(self, residual: float) -> None:
         """Say once that solves have ended far from an equilibrium for some log lines: what is trained then is none."""

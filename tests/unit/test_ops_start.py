@@ -1,5 +1,7 @@
 """`image_start`: the kernel against the network that it stands for, in a solver's first guess and on its own."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,7 +9,7 @@ from equipoise._problem import Problem, StateSpec
 from equipoise.ops import image_start
 from equipoise.solvers import HyperAnderson
 from equipoise.solvers._hyper_nets import ImageInitialiser
-from tests.kernels import kernel_device, quiet_interpreter
+from tests.kernels import BACKENDS, kernel_device, quiet_interpreter
 
 DEVICE = kernel_device()
 pytestmark = quiet_interpreter
@@ -61,9 +63,23 @@ def test_half_precision_is_that_of_products(weights):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_systems_with_a_start_keep_it(backend, last):
+    network, x, like = example("two maps", last=last, n=4)
+    fresh = image_start(network, x, like, backend=backend)
+    like[0][1] = 2.0
+    like[1][2, -1, -1, -1] = torch.nan  # which is not zero
+    made = image_start(network, x, like, keep=True, backend=backend)
+    for ours, new, old in zip(made, fresh, like, strict=True):
+        torch.testing.assert_close(ours[[0, 3]], new[[0, 3]])
+        torch.testing.assert_close(ours[[1, 2]], old[[1, 2]], rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
 def test_nothing_of_a_batch_of_none():
     network, x, like = example("two maps", n=0)
-    assert [leaf.shape[0] for leaf in image_start(network, x, like, backend="triton")] == [0, 0]
+    assert [leaf.shape[0] for leaf in image_start(network, x, like, keep=True, backend="triton")] == [0, 0]
 
 
 def test_gradients_are_the_networks():
@@ -87,7 +103,7 @@ def test_a_solver_begins_there(last, monkeypatch):
     solver.initialiser.load_state_dict(network.state_dict())
     problem = Problem(lambda z, x: z, StateSpec.of(tuple(like)), (x,), in_dims=0)
     plain = solver.guess(problem, problem.start(tuple(like)))
-    monkeypatch.setattr("equipoise.ops.image_start", lambda *given: image_start(*given, backend="triton"))
+    monkeypatch.setattr("equipoise.ops.start.image_start", partial(image_start, backend="triton"))
     ours = solver.guess(problem, problem.start(tuple(like)))
     for a, b in zip(ours, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -83,6 +83,42 @@ def test_a_solver_goes_on_where_nothing_new_can_be_learned():
     assert alternation.solver is fitted.solver
 
 
+def test_a_solver_that_falls_behind_is_fitted_at_once_and_rests_if_that_does_not_help():
+    deq, alternation = eq.DEQ(Cell(), engine="eager"), Alternation(dataclasses.replace(SETTINGS, every=30, limit=0.1))
+    alternation.before(2, deq, batch)
+    alternation.note(0.1)
+    assert alternation.before(3, deq, batch) is None
+    alternation.note(0.11)
+    assert alternation.in_use
+    assert alternation.before(4, deq, batch)["steps"] == SETTINGS.refresh
+    assert alternation.before(5, deq, batch) is None  # once is enough until the next log line
+    alternation.note(0.05)  # it helped
+    alternation.note(float("nan"))
+    assert alternation.before(6, deq, batch)["steps"] == SETTINGS.refresh
+    alternation.note(0.2)  # it did not
+    assert not alternation.in_use
+    again = Alternation(alternation.settings)
+    again.load_state_dict(alternation.state_dict())
+    for part in (alternation, again):
+        with part.used(deq):
+            assert isinstance(deq.plan.solver, eq.Anderson)
+        assert part.before(7, deq, batch) is None
+        assert part.before(32, deq, batch)["steps"] == SETTINGS.refresh  # the next regular fit
+        with part.used(deq):
+            assert isinstance(deq.plan.solver, HyperAnderson)
+
+
+def test_training_goes_on_with_its_own_solver_where_a_learned_one_does_not_keep_up(tmp_path):
+    learned = {"start": 1, "first": 2, "every": 50, "refresh": 1, "limit": 1e-6, "solver": {"hidden": 4, "width": 4}}
+    given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0}}}, "train.log_every=1")
+    with pytest.warns(eq.EquilibriumWarning, match=r"even after a fit.*alternate\.every below 50"):
+        train(given, tmp_path)
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in lines if "hyper" in line] == [1, 2]
+    used = [line["train"]["learned_solver"] for line in lines if "train" in line]
+    assert used == [False, True, False, False, False, False]
+
+
 def test_each_equilibrium_keeps_its_own_tolerance():
     first, second = eq.DEQ(Cell(), stop=Stop(rtol=1e-2)), eq.DEQ(Cell(), stop=Stop(rtol=1e-5))
     alternation = Alternation(SETTINGS)
@@ -132,6 +168,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
         ({"start": -1}, "start must be an integer of at least 0"),
         ({"every": 0}, "every must be an integer"),
         ({"max_steps": 0}, "max_steps must be"),
+        ({"limit": 0.0}, "limit must be"),
     ],
 )
 def test_wrong_settings(settings, words):

@@ -1,5 +1,6 @@
 """A learned first guess for maps of several resolutions, one kernel launch for each of them."""
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,9 @@ MOST_SOURCE = 128
 MOST_HIDDEN = 128
 
 
-def image_start(network: "ImageInitialiser", x: Tensor, like: Leaves, *, backend: str = "auto") -> Leaves:
+def image_start(
+    network: "ImageInitialiser", x: Tensor, like: Leaves, *, keep: bool = False, backend: str = "auto"
+) -> Leaves:
     """The maps that an `ImageInitialiser` makes of an input: its twin is the network itself.
 
     The network is a handful of convolutions by level with sums and ReLU between them, some twenty launches of next to
@@ -26,8 +29,9 @@ def image_start(network: "ImageInitialiser", x: Tensor, like: Leaves, *, backend
     Args:
         network: Made for these sizes.
         x: (N, C, H, W) the input, in any memory format.
-        like: Maps (N, C_i, H_i, W_i) from the highest resolution to the lowest, whose sizes the results have, and by
-            the kernel also their dtypes and memory formats.
+        like: Maps (N, C_i, H_i, W_i) from the highest resolution to the lowest, whose sizes, dtypes and memory formats
+            the results have.
+        keep: Whether systems whose maps in `like` are not all zero keep these.
         backend: "auto", "naive" or "triton"; the network itself where gradients are wanted.
 
     Returns:
@@ -38,6 +42,12 @@ def image_start(network: "ImageInitialiser", x: Tensor, like: Leaves, *, backend
     if not torch.compiler.is_compiling() and (fits or backend != "auto") and use_kernel("image_start", backend, empty):
         from equipoise.ops.start import triton
 
-        return triton.start(network, x.detach(), like)
-    made: Leaves = network(x, like)
-    return made
+        return triton.start(network, x.detach(), like, keep)
+    starts = [start.to(leaf.dtype) for start, leaf in zip(network(x, like), like, strict=True)]
+    return kept(like, starts) if keep else starts
+
+
+def kept(z: Leaves, starts: Leaves) -> Leaves:
+    """The states z of systems for which they are not zero, starts of others."""
+    warm = functools.reduce(torch.logical_or, [leaf.flatten(1).any(dim=1) for leaf in z])  # NaN is not zero
+    return [torch.where(warm.view(-1, *[1] * (old.dim() - 1)), old, new) for new, old in zip(starts, z, strict=True)]

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The kernel of `image_start`: a tile of a level's pixels, and of its channels, in one program."""
+"""The kernels of `image_start`: which systems have a start, then a tile of a level's pixels and of its channels."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise._tree import Leaves
+from equipoise.ops._blocks import Blocks
 
 if TYPE_CHECKING:
     from equipoise.solvers._hyper_nets import ImageInitialiser
@@ -20,20 +21,41 @@ MOST_PIXELS = 64
 FEWEST_PROGRAMS = 256
 MOST_CHANNELS = 64
 WARPS = 4
+# Unknowns of a state that a program looks at.
+BLOCK = 2048
 
 
-def start(network: "ImageInitialiser", x: Tensor, like: Leaves) -> Leaves:
+def start(network: "ImageInitialiser", x: Tensor, like: Leaves, keep: bool) -> Leaves:
     """See `image_start`."""
     starts: Leaves = []
-    told: Tensor | None = None
+    told, warm = None, _warm(like) if keep else None
     for level in reversed(range(len(like))):
         z, source = torch.empty_like(like[level]), network.resized(x, like[level].shape[-2:])
-        told = _level(network, level, source, told, z)
+        told = _level(network, level, source, told, z, like[level], warm)
         starts.append(z)
     return starts[::-1]
 
 
-def _level(network: "ImageInitialiser", level: int, x: Tensor, coarser: Tensor | None, z: Tensor) -> Tensor | None:
+def _warm(like: Leaves) -> Tensor:
+    """(N,) 1 for systems whose maps are not all zero."""
+    # In the order in which numbers lie in memory, so that nothing is copied.
+    flat = [leaf.permute(0, *sorted((1, 2, 3), key=leaf.stride, reverse=True)).flatten(1) for leaf in like]
+    warm = torch.zeros(flat[0].shape[0], dtype=torch.int32, device=flat[0].device)
+    for grid, given in Blocks.of(flat, BLOCK).launches(z=flat):
+        if grid[0]:
+            _look[grid](**given, warm_ptr=warm, BLOCK=BLOCK, num_warps=WARPS)
+    return warm
+
+
+def _level(
+    network: "ImageInitialiser",
+    level: int,
+    x: Tensor,
+    coarser: Tensor | None,
+    z: Tensor,
+    old: Tensor,
+    warm: Tensor | None,
+) -> Tensor | None:
     """Write the maps of a level; what the next finer one is told of it: (N, H, W, hidden)."""
     (n, _, height, width), channels = z.shape, z.shape[1]
     pixels, wide = n * height * width, min(max(LEAST, triton.next_power_of_2(channels)), MOST_CHANNELS)
@@ -48,14 +70,15 @@ def _level(network: "ImageInitialiser", level: int, x: Tensor, coarser: Tensor |
     past: Any = network.past[level]
     upward: Any = network.coarser[level - 1].weight if told is not None else inner.weight
     _start_level[triton.cdiv(pixels, rows), across](
-        x, z, x if coarser is None else coarser, x if told is None else told,
+        x, z, old, x if warm is None else warm, x if coarser is None else coarser, x if told is None else told,
         inner.weight, inner.bias, out.weight, out.bias, past.weight, upward,
-        *x.stride(), *z.stride(), *inner.weight.stride(), *out.weight.stride()[:2], *past.weight.stride()[:2],
-        *upward.stride()[:2], pixels, height, width, *((1, 1) if coarser is None else coarser.shape[1:3]),
+        *x.stride(), *z.stride(), *old.stride(), *inner.weight.stride(), *out.weight.stride()[:2],
+        *past.weight.stride()[:2], *upward.stride()[:2], pixels, height, width,
+        *((1, 1) if coarser is None else coarser.shape[1:3]),
         SOURCE=network.source, HIDDEN=network.hidden, CHANNELS=channels,
         SOURCE_BLOCK=max(LEAST, triton.next_power_of_2(network.source)),
         HIDDEN_BLOCK=max(LEAST, triton.next_power_of_2(network.hidden)),
-        PIXELS=rows, WIDE=wide, IS_TOLD=coarser is not None, TELLS=told is not None,
+        PIXELS=rows, WIDE=wide, KEEPS=warm is not None, IS_TOLD=coarser is not None, TELLS=told is not None,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=WARPS,
     )  # fmt: skip
@@ -63,9 +86,25 @@ def _level(network: "ImageInitialiser", level: int, x: Tensor, coarser: Tensor |
 
 
 @triton.jit
+def _look(z_ptrs, z_rows, sizes, firsts, num_rows, warm_ptr, BLOCK: tl.constexpr):
+    """Note of a block's system that something of it is not zero."""
+    here = firsts[len(z_ptrs)] - firsts[0]
+    row = (tl.program_id(0) // here).to(tl.int64)
+    block = firsts[0] + tl.program_id(0) % here
+    for i in tl.static_range(len(z_ptrs)):
+        if (block >= firsts[i]) & (block < firsts[i + 1]):
+            at = (block - firsts[i]) * BLOCK + tl.arange(0, BLOCK)
+            z = tl.load(z_ptrs[i] + row * z_rows[i] + at, mask=at < sizes[i], other=0.0).to(tl.float32)
+            found = tl.max(tl.where(z != 0.0, 1, 0), axis=0)  # NaN is not zero
+            tl.store(warm_ptr + row, 1, mask=found != 0)  # all that is ever written there
+
+
+@triton.jit
 def _start_level(
     x_ptr,
     z_ptr,
+    old_ptr,
+    warm_ptr,
     coarser_ptr,
     told_ptr,
     inner_ptr,
@@ -82,6 +121,10 @@ def _start_level(
     z_c,
     z_h,
     z_w,
+    old_n,
+    old_c,
+    old_h,
+    old_w,
     inner_to,
     inner_from,
     inner_h,
@@ -104,6 +147,7 @@ def _start_level(
     HIDDEN_BLOCK: tl.constexpr,
     PIXELS: tl.constexpr,
     WIDE: tl.constexpr,
+    KEEPS: tl.constexpr,
     IS_TOLD: tl.constexpr,
     TELLS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -152,5 +196,10 @@ def _start_level(
     past = tl.load(of_past, mask=(c < SOURCE)[:, None] & named, other=0.0)
     start = tl.dot(own, past.to(own.dtype), start, input_precision=PRECISION)
     start += tl.load(out_bias_ptr + channel, mask=channel < CHANNELS, other=0.0).to(tl.float32)[None, :]
+    if KEEPS:
+        warm = exists & (tl.load(warm_ptr + sample, mask=exists, other=0) != 0)
+        of_old = (old_ptr + sample.to(tl.int64) * old_n + row * old_h + column * old_w)[:, None]
+        old = tl.load(of_old + (channel * old_c)[None, :], mask=warm[:, None] & named, other=0.0)
+        start = tl.where(warm[:, None], old.to(tl.float32), start)
     to_z = (z_ptr + sample.to(tl.int64) * z_n + row * z_h + column * z_w)[:, None] + (channel * z_c)[None, :]
     tl.store(to_z, start.to(z_ptr.dtype.element_ty), mask=exists[:, None] & named)
