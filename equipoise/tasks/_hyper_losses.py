@@ -84,6 +84,8 @@ class FitSettings:
         stop: When it ends.
         accept: Largest relative residual of an equilibrium to learn from; systems above it are left out.
         pool: Batches whose equilibria are kept, and learned from again and again; None for a new one at every step.
+        training: Whether the model is as in training, for a solver that is used there, with dropout that is held
+            constant during a solve. Modules that keep statistics are in eval mode all the same: the model stays.
         seed: Of the initial weights.
     """
 
@@ -100,6 +102,7 @@ class FitSettings:
     stop: Stop = Stop(rtol=1e-4, max_steps=60)
     accept: float = 0.05
     pool: int | None = None
+    training: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,6 +116,10 @@ class FitSettings:
             require_count("FitSettings", "pool", self.pool)
         if self.emphasis not in EMPHASES:
             raise unknown_name("emphasis", self.emphasis, EMPHASES)
+
+    def mode(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Where a model is looked at: in training mode or in eval mode."""
+        return training(model) if self.training else evaluating(model)
 
     def emphases(self) -> list[float]:
         """The weight of each solver step; they sum to one."""
@@ -201,9 +208,9 @@ def find_targets(
     """The equilibria of a model on a batch, by a classic solver, and what the next batch needs.
 
     Args:
-        model: A DEQ, or a module that contains some; used in eval mode.
+        model: A DEQ, or a module that contains some.
         batch: Inputs.
-        settings: Which solver, to what tolerance.
+        settings: Which solver, to what tolerance, in which mode.
         forward: How to run the model on the batch; by default it is called with the batch (a tuple: with its items).
         carry: What the batch before left.
     """
@@ -217,7 +224,7 @@ def find_targets(
         targets.append(Target(problem, start, [leaf.clone() for leaf in root], solution.stats.residual, deq, inputs))
 
     deqs = deqs_in(model)
-    with override(model, solver=settings.solver, stop=settings.stop), torch.no_grad(), evaluating(model):
+    with override(model, solver=settings.solver, stop=settings.stop), torch.no_grad(), settings.mode(model):
         hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
         try:
             carry = (forward or call_model)(model, batch, carry)
@@ -243,8 +250,23 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for module, mode in before:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def training(model: nn.Module) -> Iterator[None]:
+    """All modules in training mode, but for some; afterwards as they were.
+
+    Those with buffers would change these. Plain dropout in a cell differs from one evaluation of f to the next: there
+    would be no equilibrium to find.
+    """
+    with evaluating(model):
+        for module in model.modules():
+            module.training = not any(buffer is not None for buffer in module._buffers.values())
+        for module in (module for deq in deqs_in(model) for module in deq.cell.modules()):
+            module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
+        yield
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ def _versions(model: nn.Module) -> list[tuple[int, int, int]]:
 
 
 def _found_by(settings: FitSettings) -> tuple[Any, ...]:
-    return settings.solver, settings.stop, settings.accept, settings.pool
+    return settings.solver, settings.stop, settings.accept, settings.pool, settings.training
 
 
 def constant_scope() -> SolveScope:
@@ -87,13 +87,19 @@ def rebuilt(target: Target, scope: SolveScope, own: Callable[[Any], Any] = lambd
 
     Args:
         target: To be built again.
-        scope: Has the constants of its solves.
-        own: Maps the leaves of inputs and context to those it is to have.
+        scope: Has the constants of its solves, unless some were drawn for this one.
+        own: Maps the leaves of inputs, context and draws to those it is to have.
     """
     problem = target.problem
     if problem.num_systems != problem.spec.num_systems:  # some systems of a whole that cannot be taken apart
         return target
     inputs, context = tree_map(own, (problem.inputs, problem.context))
+    if problem.scope._drawn:  # and what follows from parameters may also follow from draws
+        drawn, derived = (
+            {module: tree_map(own, value) for module, value in values.items()}
+            for values in (problem.scope._drawn, problem.scope._derived)
+        )
+        scope = problem.scope._copy(drawn, derived)
     with scope, torch.no_grad():
         made = target.deq.problem(*inputs, z0=problem.spec.unflatten(target.start), context=context)
     made.autocast = problem.autocast

@@ -219,9 +219,16 @@ def _clone(leaf: Any) -> Any:
 def _tensors(targets: Iterable[Target]) -> list[Tensor]:
     found: list[Tensor] = []
     for target in targets:
-        found += tree_tensors((target.problem.inputs, target.problem.context))
+        found += tree_tensors((target.problem.inputs, target.problem.context, _drawn(target)))
         found += [*target.start, *target.root, target.residual]
     return found
+
+
+def _drawn(target: Target) -> list[Any]:
+    """What was drawn for this solve and what follows from it, by module; nothing without draws: all have it then."""
+    scope = target.problem.scope
+    held = {**scope._drawn, **scope._derived} if scope._drawn else {}
+    return [held[module] for module in target.deq.cell.modules() if module in held]
 
 
 def _tensors_of(optimiser: torch.optim.Optimizer) -> list[Tensor]:

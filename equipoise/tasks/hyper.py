@@ -31,7 +31,6 @@ from equipoise.tasks._hyper_losses import (
     LossWeights,
     NoEquilibriaError,
     Target,
-    evaluating,
     find_targets,
     frozen,
     unrolled_losses,
@@ -121,7 +120,7 @@ def hyper_step(
     if not usable:
         return accepted, carry
     optimiser.zero_grad(set_to_none=True)
-    with frozen(model, apart_from=solver), evaluating(model):
+    with frozen(model, apart_from=solver), settings.mode(model):
         record = gradients(solver, usable, settings, balance, progress=progress)
     return {**accepted, **record, "skipped": apply_if_finite(optimiser, record["gradient"])}, carry
 
@@ -178,7 +177,7 @@ def fit_hyper_solver(
         _writer(log) as writer,
         _bar(settings.steps, progress) as bar,
         frozen(model, apart_from=solver),
-        evaluating(model),
+        settings.mode(model),
     ):
         for step, (found, accepted) in zip(range(settings.steps), targets, strict=False):
             share = max(step / settings.steps, (time.perf_counter() - started) / (seconds or math.inf))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from equipoise._errors import require_count, require_number
@@ -34,7 +35,7 @@ class Alternate:
         max_steps: Most steps of a forward solve by the learned solver; None for those of the plan.
         limit: Median residual of the training solves between two log lines that is too large.
         solver: What the solver consists of.
-        fit: How it is fitted; its number of steps is not looked at.
+        fit: How it is fitted; its number of steps is not looked at, and the model is as in training.
     """
 
     start: int | None = None
@@ -112,10 +113,11 @@ class Alternation:
         else:
             return None
         made = self.settings.solver.settings() if self.solver is None else {}
-        settings = dataclasses.replace(self.settings.fit, steps=count)
+        settings = dataclasses.replace(self.settings.fit, steps=count, training=True)
         made |= {"solver": self.solver, "forward": forward, "log_every": count}
         try:
-            fit = fit_hyper_solver(model, lambda i: batches(step + i), settings, **made)
+            with _drawing(model, step):
+                fit = fit_hyper_solver(model, lambda i: batches(step + i), settings, **made)
         except NoEquilibriaError as error:
             if self.solver is None:
                 raise
@@ -154,3 +156,12 @@ class Alternation:
         if state["config"] is not None:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])
+
+
+@contextlib.contextmanager
+def _drawing(model: nn.Module, step: int) -> Iterator[None]:
+    """Draws that are those of a step, whatever was drawn before; afterwards generators are as they were."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+    with torch.random.fork_rng(devices=[device.index for device in devices]):
+        torch.manual_seed(step)
+        yield

@@ -8,7 +8,8 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.solvers import hyper_solver_for
-from equipoise.tasks.hyper import FitSettings, fit_hyper_solver
+from equipoise.tasks._hyper_steps import Learner
+from equipoise.tasks.hyper import FitSettings, Pool, fit_hyper_solver
 from tests.captured import recordings_of
 from tests.gpu.devices import waiting_is_an_error
 from tests.unit.test_hyper_capture_fused import skewed
@@ -275,3 +276,34 @@ def test_a_fit_on_the_device(precision):
     stop = eq.Stop(rtol=1e-2 if precision == "no" else 0.03, max_steps=40)
     steps = [float(solved(deq, batch(99), s, stop).stats.steps.float().mean()) for s in (fit.solver, eq.Picard())]
     assert steps[0] <= steps[1] + 0.5
+
+
+class Dropped(Sequence):
+    """With dropout that a solve holds constant."""
+
+    def __init__(self, d=12):
+        super().__init__(d)
+        self.dropout = eq.nn.VariationalDropout(0.5)
+
+    def forward(self, z, x):
+        return super().forward(self.dropout(z), x)
+
+
+def test_fits_in_training_mode_learn_from_the_draws_of_each_solve():
+    """With equilibria of recorded solves, in recorded steps; these are the ordinary ones."""
+    torch.manual_seed(0)
+    deq = eq.DEQ(Dropped(), engine="captured").cuda()
+    settings = FitSettings(steps=8, unroll=3, pool=8, training=True)
+    batches = [torch.randn(4, 7, 12, device="cuda") for _ in range(8)]
+    pool = Pool(deq, batches, settings)
+    drawn = [next(iter(pool.at(i)[0].problem.scope._drawn.values())) for i in range(8)]
+    assert not any(torch.equal(drawn[0], other) for other in drawn[1:])
+    made = [hyper_solver_for(deq, batches[0], memory=MEMORY, **SIZES) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    learners = [Learner(solver, settings, record=record) for solver, record in zip(made, (False, True), strict=True)]
+    with settings.mode(deq):
+        for i in range(8):
+            values = [learner.step(pool.at(i), 0.1, 0.1) for learner in learners]
+            ours, theirs = (float(value["convergence"]) for value in values)
+            assert ours == pytest.approx(theirs, rel=1e-3)
+    assert (learners[1].obstacle, learners[1].replayed) == (None, 6)

@@ -12,6 +12,8 @@ import equipoise as eq
 from equipoise import Anderson, HyperAnderson, Stop
 from equipoise.models import create_model
 from equipoise.solvers import hyper_solver_for
+from equipoise.tasks._hyper_pool import constant_scope, rebuilt
+from equipoise.tasks._hyper_steps import Learner
 from equipoise.tasks.hyper import (
     PUBLISHED,
     Balance,
@@ -403,3 +405,64 @@ def test_wrong_networks(settings, words):
     """Said at once: a run may get to them after hours of training."""
     with pytest.raises(ValueError, match=words):
         Networks(**settings)
+
+
+class Noisy(nn.Module):
+    """z ↦ tanh(W · dropped(z) + x), W after a draw per solve, with a module that keeps statistics of x."""
+
+    def __init__(self, d: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.linear = eq.nn.weight_norm(nn.Linear(d, d))
+        self.dropout, self.norm = eq.nn.VariationalDropout(0.5), nn.BatchNorm1d(d)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.5 * self.linear(self.dropout(z)) + self.norm(x))
+
+
+@pytest.mark.parametrize("pool", [None, 2])
+@pytest.mark.parametrize("record", [False, True])
+def test_in_training_mode_draws_belong_to_each_solve(pool, record):
+    """Learned from as they were drawn, whether steps are recorded or not, and nothing of the model changes."""
+    deq = eq.DEQ(Noisy(), engine="eager")
+    before = copy.deepcopy(deq.state_dict())
+    settings = FitSettings(steps=6, unroll=2, pool=pool, training=True)
+    targets, _ = find_targets(deq, torch.randn(5, 6), settings)
+    (target,) = targets
+    assert len(target.problem.scope._drawn) == 1
+    again = rebuilt(target, constant_scope(), lambda leaf: leaf.clone() if torch.is_tensor(leaf) else leaf)
+    for part in (target, again):  # the equilibrium of these draws, and of no others
+        with settings.mode(deq), torch.no_grad():
+            change = (part.problem.evaluate(target.root)[0] - target.root[0]).norm() / target.root[0].norm()
+        assert change < 1e-3
+    torch.manual_seed(1)
+    (other,), _ = find_targets(deq, torch.randn(5, 6), settings)
+    assert not torch.allclose(*(next(iter(part.problem.scope._drawn.values())) for part in (target, other)))
+    learner = Learner(hyper_solver_for(deq, torch.randn(5, 6), budget=None), settings, record=record)
+    with settings.mode(deq):
+        values = [learner.step([part], 0.0, 0.0) for part in (target, other) * 3]
+        own = [float(unrolled_losses(learner.solver, part, settings).convergence.detach()) for part in (target, other)]
+    assert learner.obstacle is None
+    assert learner.replayed == (4 if record else 0)
+    assert float(values[-2]["convergence"]) != float(values[-1]["convergence"])
+    assert own[0] != own[1]
+    fit = fit_hyper_solver(deq, [torch.randn(5, 6) for _ in range(3)], settings, budget=None)
+    assert fit.record["last"]["end_residual"] < fit.record["first"]["start_residual"]
+    assert all(torch.equal(value, before[name]) for name, value in deq.state_dict().items())
+    assert deq.training
+
+
+def test_a_recorded_step_in_training_mode_is_an_ordinary_one():
+    deq, settings = eq.DEQ(Noisy(), engine="eager"), FitSettings(steps=6, unroll=2, training=True)
+    torch.manual_seed(0)
+    targets = [find_targets(deq, torch.randn(5, 6), settings)[0] for _ in range(6)]
+    made = [hyper_solver_for(deq, torch.randn(5, 6), budget=None) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    learners = [Learner(solver, settings, record=record) for solver, record in zip(made, (False, True), strict=True)]
+    with settings.mode(deq):
+        for part in targets:
+            values = [learner.step(part, 0.1, 0.1)["convergence"] for learner in learners]
+            assert float(values[0]) == pytest.approx(float(values[1]), rel=1e-5)
+    assert learners[1].replayed == 4
+    for ours, theirs in zip(*(solver.parameters() for solver in made), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
