@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -167,8 +168,9 @@ class MDEQConfig:
 class MDEQ(nn.Module):
     """An image model whose features are the joint equilibrium of several resolutions.
 
-    Images may have any size. The coarser of two resolutions has half the pixels, rounded up: strided convolutions pad
-    their input, and what is up-sampled is cropped. Scores of segmentation have the size of the images.
+    Images may have any size. Their last rows and columns are repeated until every resolution has exactly half as many
+    as the one before: a border that a model has not met in training spreads through all of an equilibrium. Scores of
+    segmentation have the size of the images.
 
     Args:
         config: Settings.
@@ -222,13 +224,23 @@ class MDEQ(nn.Module):
                 f"MDEQ: images must be floating point of shape (N, {expected}, H, W), got {images.dtype} of shape "
                 f"{tuple(images.shape)}."
             )
+        images = self._framed(images)
         if self.config.channels_last:
             images = images.contiguous(memory_format=torch.channels_last)
         return self.injections(self.stem(images))
 
     def answer(self, states: States, images: Tensor, solution: Solution | None = None) -> VisionOutput:
         """The output from states, the equilibrium or others."""
-        return VisionOutput(self.head(states, images), list(states), solution)
+        scores = self.head(states, self._framed(images))
+        if self.config.task == "segmentation":
+            scores = scores[..., : images.shape[2], : images.shape[3]]
+        return VisionOutput(scores, list(states), solution)
+
+    def _framed(self, images: Tensor) -> Tensor:
+        """Images with as many rows and columns more as all resolutions need to be halves of one another."""
+        unit = 2 ** (self.config.downsamplings + len(self.config.channels) - 1)
+        down, right = (-size % unit for size in images.shape[2:])
+        return F.pad(images, (0, right, 0, down), mode="replicate") if down or right else images
 
     def explicit(self, depth: int, checkpoint: bool | int = False) -> "ExplicitMDEQ":
         """The weight-tied network of `depth` such layers from zero, with this model's parameters.

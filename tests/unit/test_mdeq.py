@@ -155,7 +155,7 @@ def states_of(model, x, seed=5):
 def test_the_layer_is_that_of_the_formulas(channels, options, size):
     """float64, rounding only; odd sizes included."""
     model = model_of(channels=channels, head_channels=channels, **options).eval()
-    x = model.inject(images_of(*size))
+    x = model.injections(model.stem(images_of(*size)))  # as they are: `inject` rounds sizes up
     assert len(x) == (len(channels) if options.get("inject") == "all" else 1)
     z = states_of(model, x)
     want = layer(model.cell.state_dict(), z, x, groups=2)
@@ -163,13 +163,29 @@ def test_the_layer_is_that_of_the_formulas(channels, options, size):
         assert relative_error(mine, true) <= 1e-13
 
 
-def test_coarser_states_have_half_the_pixels_rounded_up():
+def test_coarser_states_have_half_the_pixels():
     model = model_of(channels=(8, 4, 4), head_channels=(1, 1, 1))
     shapes = [tuple(s.shape[1:]) for s in model.cell.initial_state(model.inject(images_of(7, 10)))]
-    assert shapes == [(8, 7, 10), (4, 4, 5), (4, 2, 3)]
+    assert shapes == [(8, 8, 12), (4, 4, 6), (4, 2, 3)]
     one = model_of(channels=(8, 4, 4), head_channels=(1, 1, 1), downsamplings=2)
     shapes = [tuple(s.shape[1:]) for s in one.cell.initial_state(one.inject(images_of(9, 10)))]
-    assert shapes == [(8, 3, 3), (4, 2, 2), (4, 1, 1)]
+    assert shapes == [(8, 4, 4), (4, 2, 2), (4, 1, 1)]
+    shapes = [tuple(s.shape[1:]) for s in model.cell.initial_state((images_of(7, 10),))]  # of the layer alone
+    assert shapes == [(8, 7, 10), (4, 4, 5), (4, 2, 3)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"details": 4, "downsamplings": 1}])
+def test_images_of_any_size_are_continued_by_their_last_rows_and_columns(options):
+    """A border of odd maps is one that a model has not met; it spreads through all of an equilibrium."""
+    model = model_of(**SEGMENT, **options).eval()
+    images, unit = images_of(7, 10), 2 ** (len(model.config.channels) - 1 + model.config.downsamplings)
+    rows, columns = (-(-size // unit) * unit for size in (7, 10))
+    larger = F.pad(images, (0, columns - 10, 0, rows - 7), mode="replicate")
+    ours, theirs = model(images), model(larger)
+    assert ours.logits.shape[2:] == (7, 10)
+    assert torch.equal(ours.logits, theirs.logits[..., :7, :10])
+    assert torch.equal(model.explicit(3)(images).logits, model.explicit(3)(larger).logits[..., :7, :10])
 
 
 @pytest.mark.parametrize("downsamplings", [0, 1, 2, 3])
@@ -265,9 +281,8 @@ def test_the_segmentation_head_is_that_of_the_formulas(training, details):
 def test_injection_at_every_resolution():
     """Coarser ones get the finest one's map averaged over pixels, whatever is left at the border, and mixed."""
     model = model_of(channels=(8, 4, 4), head_channels=(2, 2, 2), inject="all").eval()
-    images = images_of(5, 6)
-    x = model.inject(images)
-    finest = model.stem(images)
+    finest = model.stem(images_of(5, 6))
+    x = model.injections(finest)
     rows = [finest[:, :, k : k + 2].mean(dim=2) for k in (0, 2, 4)]
     averaged = torch.stack([torch.stack([row[..., k : k + 2].mean(dim=-1) for k in (0, 2, 4)], -1) for row in rows], 2)
     p = model.injections.state_dict()
@@ -556,7 +571,7 @@ def test_the_layer_reads_no_value_on_the_host():
         model = MDEQ(dataclasses.replace(SMALL, channels=(8, 4, 4), head_channels=(1, 1, 1), dropout=0.2))
         x = model.inject(torch.empty(2, 3, 9, 7))
         shapes = [tuple(leaf.shape) for leaf in model.cell(model.cell.initial_state(x), x)]
-    assert shapes == [(2, 8, 9, 7), (2, 4, 5, 4), (2, 4, 3, 2)]
+    assert shapes == [(2, 8, 12, 8), (2, 4, 6, 4), (2, 4, 3, 2)]
 
 
 def test_batch_statistics_belong_to_what_is_outside_the_layer():
