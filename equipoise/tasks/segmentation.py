@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, interpolate
 
 from equipoise._errors import require_count, require_number
 from equipoise.data.augment import Augment, ScaleCrop, constants
@@ -39,6 +39,8 @@ class SegmentationConfig(VisionConfig):
         overlap: Weight of a second term of the loss, 1 − IoU of probabilities and truth, for what is thin or rare.
         mining: Loss is that of hard pixels only, those whose class has at most this probability; None for all pixels.
         mining_keep: Hard pixels of an image are at least so many.
+        eval_scales: Sizes, as factors, at which images are looked at in evaluation; probabilities are averaged.
+        eval_flip: Whether their mirror images are looked at, too.
     """
 
     data: str = "shapes"
@@ -52,6 +54,8 @@ class SegmentationConfig(VisionConfig):
     overlap: float = 0.0
     mining: float | None = None
     mining_keep: int = 10_000
+    eval_scales: tuple[float, ...] = (1.0,)
+    eval_flip: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,6 +71,10 @@ class SegmentationConfig(VisionConfig):
         if self.mining is not None:
             require_number("task", "mining", self.mining, low=0.0, high=1.0)
         require_count("task", "mining_keep", self.mining_keep)
+        if not self.eval_scales:
+            raise ValueError("task: eval_scales must name a size, e.g. [1.0], or [1.0, 1.25].")
+        for factor in self.eval_scales:
+            require_number("task", "eval_scales", factor, low=0.0, open_low=True)
 
 
 @register_task("segmentation")
@@ -111,11 +119,31 @@ class SegmentationTask(VisionTask):
         return {"loss": loss}, None
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
-        logits = self.scores(model, batch)
+        logits = self.views(model, batch)
         ones = torch.ones(logits.shape[1], device=logits.device)
         metrics["loss"].update(mean_of_rows(_pixel_losses(logits, batch.targets), _weights_of(batch.targets, ones)))
         metrics["pixels"].update(logits.argmax(1), batch.targets)
         return None
+
+    def views(self, model: nn.Module, batch: ImageBatch) -> Tensor:
+        """(N, classes, H, W) scores of pixels, by all views of the images that evaluation looks at."""
+        c = self.config
+        if c.eval_scales == (1.0,) and not c.eval_flip:
+            return self.scores(model, batch)
+        flips = (False, True) if c.eval_flip else (False,)
+        seen = [self._seen(model, batch.images, factor, flip) for factor in c.eval_scales for flip in flips]
+        return torch.stack(seen).mean(0).clamp_min(torch.finfo(seen[0].dtype).tiny).log()
+
+    def _seen(self, model: nn.Module, images: Tensor, factor: float, flip: bool) -> Tensor:
+        """Probabilities of pixels, from the images at another size or mirrored."""
+        size, view = images.shape[2:], images.flip(3) if flip else images
+        if factor != 1.0:
+            other = [max(1, round(side * factor)) for side in size]
+            view = interpolate(view, other, mode="bilinear", antialias=True)
+        scores = model(view).logits
+        likely = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(1)
+        likely = likely.flip(3) if flip else likely
+        return likely if likely.shape[2:] == size else interpolate(likely, size, mode="bilinear")
 
     def report(self, values: dict[str, float]) -> dict[str, float]:
         return {**values, "miou_error": 1 - values["miou"]}

@@ -291,7 +291,34 @@ def test_a_crop_keeps_the_size_of_what_is_evaluated():
         recipe(DIGITS, "task.augment=crop_flip", "task.size=6")
 
 
+class Local(torch.nn.Module):
+    """Scores that are linear in the pixel, and in how far to the left it is."""
+
+    def forward(self, images):
+        place = torch.linspace(-1, 1, images.shape[3]).expand_as(images[:, :1])
+        return VisionOutput(torch.cat([images[:, :1], 2 * place, -images[:, :1], images[:, :1] ** 2], 1))
+
+
+def test_views_of_an_image_are_averaged_as_probabilities():
+    images = torch.rand(2, 3, 6, 8)
+    given = ImageBatch(images, torch.zeros(2, 6, 8, dtype=torch.long), torch.arange(2), 0, 1, Rows(0, 2, 2))
+    model = Local()
+    plain = segmentation().views(model, given)
+    assert torch.equal(plain, model(images).logits)
+    both = segmentation(eval_flip=True).views(model, given)
+    want = (plain.softmax(1) + model(images.flip(3)).logits.flip(3).softmax(1)) / 2
+    torch.testing.assert_close(both.exp(), want)
+    even = ImageBatch(torch.full((2, 3, 6, 8), 0.3), given.targets, given.indices, 0, 1, given.rows)
+    scaled = segmentation(eval_scales=(0.5, 1.0, 1.5), eval_flip=True).views(model, even)
+    assert scaled.shape == plain.shape
+    torch.testing.assert_close(scaled.exp().sum(1), torch.ones(2, 6, 8))
+    torch.testing.assert_close(scaled, scaled.flip(3))  # what depends on the side cancels
+
+
 def test_settings_of_segmentation_are_checked():
+    for wrong in ((), (0.0,), (-1.0, 1.0)):
+        with pytest.raises(ValueError, match="eval_scales must"):
+            segmentation(eval_scales=wrong)
     assert segmentation(augment="scale_crop", crop=(4, 6)).augment(True) == ScaleCrop((4, 6))
     assert segmentation(augment="scale_crop", crop=(4, 6)).augment(False) is None
     with pytest.raises(ValueError, match="has none of its own"):
