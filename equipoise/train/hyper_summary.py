@@ -253,7 +253,8 @@ def _speed(record: Mapping[str, Any]) -> str:
     over = (
         "" if found["over_budget"] is None else f" (over Anderson's time for all of them: {found['over_budget']:.2f})"
     )
-    alone = "" if found.get("alone") is None else f"; batches one at a time, host included, {found['alone']:.2f}"
+    alone = found.get("alone")  # on a CPU the same
+    aside = "" if alone in (None, found["mean"]) else f"; batches one at a time, host included, {alone:.2f}"
     ahead = ", ".join(map(str, record["ahead"][LEARNED])) or "none"
     missing = f" Not measured yet: {', '.join(map(str, record['missing']))} steps." if record["missing"] else ""
     engines = "; ".join(f"{name} {' and '.join(used)}" for name, used in record["engines"].items())
@@ -263,7 +264,7 @@ def _speed(record: Mapping[str, Any]) -> str:
     unlike = " Times of different engines are not comparable." if len(kinds) > 1 else ""
     return (
         f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
-        f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}{alone}. No worse than Anderson after "
+        f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}{aside}. No worse than Anderson after "
         f"these numbers of steps: {ahead}.{missing} Engine of what is timed: {engines}.{unlike}"
     )
 
