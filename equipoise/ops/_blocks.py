@@ -30,6 +30,13 @@ def arrives_last(arrived_ptr, row, num_blocks):
     return last
 
 
+@triton.jit
+def copy_block(source_ptr, place_ptr, start, size, BLOCK: tl.constexpr):
+    """Copy a block of a system's leaf of so many unknowns."""
+    at = start + tl.arange(0, BLOCK)
+    tl.store(place_ptr + at, tl.load(source_ptr + at, mask=at < size, other=0.0), mask=at < size)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """How the leaves of a state are cut.

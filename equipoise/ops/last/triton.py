@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from equipoise._tree import Leaves
-from equipoise.ops._blocks import Blocks
+from equipoise.ops._blocks import Blocks, copy_block
 from equipoise.ops._kernels import NONFINITE, is_finite
 from equipoise.ops.standing import Standing
 
@@ -55,12 +55,6 @@ def _look(z_ptrs, z_rows, sizes, firsts, num_rows, wrong_ptr, num_blocks, BLOCK:
 
 
 @triton.jit
-def _take_block(source_ptr, place_ptr, start, size, BLOCK: tl.constexpr):
-    at = start + tl.arange(0, BLOCK)
-    tl.store(place_ptr + at, tl.load(source_ptr + at, mask=at < size, other=0.0), mask=at < size)
-
-
-@triton.jit
 def _take(
     z_ptrs,
     best_ptrs,
@@ -99,6 +93,6 @@ def _take(
             start = (block - firsts[i]) * BLOCK
             value_ptr = value_ptrs[i] + row * value_rows[i]
             if usable:
-                _take_block(z_ptrs[i] + row * z_rows[i], value_ptr, start, sizes[i], BLOCK)
+                copy_block(z_ptrs[i] + row * z_rows[i], value_ptr, start, sizes[i], BLOCK)
             else:
-                _take_block(best_ptrs[i] + row * best_rows[i], value_ptr, start, sizes[i], BLOCK)
+                copy_block(best_ptrs[i] + row * best_rows[i], value_ptr, start, sizes[i], BLOCK)

@@ -145,12 +145,6 @@ def _move(
 
 
 @triton.jit
-def _copy_block(source_ptr, place_ptr, start, size, BLOCK: tl.constexpr):
-    at = start + tl.arange(0, BLOCK)
-    tl.store(place_ptr + at, tl.load(source_ptr + at, mask=at < size, other=0.0), mask=at < size)
-
-
-@triton.jit
 def _follow(
     z_ptrs,
     fz_ptrs,
@@ -199,7 +193,7 @@ def _follow(
             _measure_block(z_ptr, fz_ptr, partial_ptr + block * 2, start, sizes[i], BLOCK)
             if owed == 2:
                 before_ptr, best_ptr = before_ptrs[i] + row * before_rows[i], best_ptrs[i] + row * best_rows[i]
-                _copy_block(before_ptr, best_ptr, start, sizes[i], BLOCK)
+                _blocks.copy_block(before_ptr, best_ptr, start, sizes[i], BLOCK)
     if _blocks.arrives_last(arrived_ptr, row, num_blocks):
         count = tl.load(count_ptr)
         action = _kernels.judge(
@@ -255,9 +249,9 @@ def _settle(
             start = (block - firsts[i]) * BLOCK
             best_ptr = best_ptrs[i] + row * best_rows[i]
             if owed == 1:
-                _copy_block(z_ptrs[i] + row * z_rows[i], best_ptr, start, sizes[i], BLOCK)
+                _blocks.copy_block(z_ptrs[i] + row * z_rows[i], best_ptr, start, sizes[i], BLOCK)
             else:
-                _copy_block(before_ptrs[i] + row * before_rows[i], best_ptr, start, sizes[i], BLOCK)
+                _blocks.copy_block(before_ptrs[i] + row * before_rows[i], best_ptr, start, sizes[i], BLOCK)
     if _blocks.arrives_last(arrived_ptr, row, num_blocks):
         tl.store(owed_ptr + row, 0)
 
