@@ -41,6 +41,15 @@ def step_obstacle(solver: Solver, stop: Stop, spec: StateSpec) -> str | None:
     return None
 
 
+def _stepping(solver: Solver) -> Solver:
+    """The solver that makes the steps: where a learned one has learned the start alone, a classic one."""
+    from equipoise.ops import anderson
+
+    classic = solver.classic if isinstance(solver, HyperAnderson) else None
+    fits = getattr(classic, "memory", 0) <= anderson.MOST_MEMORY
+    return classic if classic is not None and fits else solver
+
+
 def _is_fused(solver: HyperAnderson, spec: StateSpec) -> bool:
     """Whether a learned solver has a fused step here; without kernels there is nothing to gain by it."""
     from equipoise.ops import hyper, low_rank
@@ -62,6 +71,7 @@ class Method:
         problem: What is solved, its inputs in buffers of the recording; only a learned solver looks at it.
         image_dtype: What all images are in, if that is half precision: they are remembered in it, and nothing is lost.
         half: Whether f multiplies in half precision: residuals are no better than that, and may be remembered in it.
+        stepping: The solver, or the classic one that makes its steps.
         parts: Of a learned solver, where it has a fused step.
     """
 
@@ -71,12 +81,14 @@ class Method:
     problem: Problem | None = None
     image_dtype: torch.dtype | None = None
     half: bool = False
+    stepping: Solver = field(init=False)
     parts: "HyperParts | LowRankParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         from equipoise.ops import HyperParts, LowRankParts
 
-        solver, problem = self.solver, self.problem
+        object.__setattr__(self, "stepping", _stepping(self.solver))
+        solver, problem = self.stepping, self.problem
         if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, problem.spec):
             kind = LowRankParts if solver.config.rank > 0 else HyperParts
             object.__setattr__(self, "parts", kind.of(solver, problem.spec))
@@ -84,23 +96,23 @@ class Method:
     @property
     def takes_half(self) -> bool:
         """Whether images may come in half precision, whatever the dtype of the state."""
-        return (self.parts is not None or not isinstance(self.solver, HyperAnderson)) and not self.follows
+        return (self.parts is not None or not isinstance(self.stepping, HyperAnderson)) and not self.follows
 
     @property
     def follows(self) -> bool:
         """Whether the next iterates are the images, whatever is found about them: then nothing needs to be moved."""
-        return isinstance(self.solver, Picard) and self.solver.damping == 1.0 and self.stop.fixed_budget
+        return isinstance(self.stepping, Picard) and self.stepping.damping == 1.0 and self.stop.fixed_budget
 
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
         from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory, LowRankMemory, LowRankParts
 
-        if isinstance(self.solver, Anderson):
+        if isinstance(self.stepping, Anderson):
             # Rounding is relative to a residual, whatever its size, and bfloat16 has room for all of them.
             narrow = torch.bfloat16 if self.half and z[0].dtype == torch.float32 else None
-            return AndersonMemory.empty(z, self.solver.memory, self.image_dtype, narrow)
-        if isinstance(self.solver, Broyden):
-            return BroydenMemory.empty(z, self.solver.memory or self.stop.max_steps)
+            return AndersonMemory.empty(z, self.stepping.memory, self.image_dtype, narrow)
+        if isinstance(self.stepping, Broyden):
+            return BroydenMemory.empty(z, self.stepping.memory or self.stop.max_steps)
         if isinstance(self.parts, LowRankParts):
             return LowRankMemory.empty(z, self.parts)
         if self.parts is not None:
@@ -108,9 +120,9 @@ class Method:
             whole = z[0].dtype != torch.float32 or self.parts.weights == "free"
             narrow = None if whole else torch.bfloat16
             return HyperMemory.empty(z, self.parts, narrow, self.image_dtype)
-        if isinstance(self.solver, HyperAnderson):
+        if isinstance(self.stepping, HyperAnderson):
             assert self.problem is not None
-            return LearnedMemory(self.solver, self.problem.spec, z)
+            return LearnedMemory(self.stepping, self.problem.spec, z)
         return None
 
     def begin(self, buffers: "Buffers") -> None:
@@ -135,7 +147,7 @@ class Method:
             picard_step,
         )
 
-        z, standing, memory, solver = z or buffers.z, buffers.standing, buffers.memory, self.solver
+        z, standing, memory, solver = z or buffers.z, buffers.standing, buffers.memory, self.stepping
         rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
         if isinstance(solver, Anderson):
             settings: dict[str, Any] = {"ridge": solver.ridge, "mixing": solver.mixing, "bound": solver.bound}
@@ -159,7 +171,7 @@ class Method:
 
         With a trail the iterates need not be brought to z between two runs: the first leaves them there for the second.
         """
-        apart = isinstance(self.solver, Anderson) or self.parts is not None
+        apart = isinstance(self.stepping, Anderson) or self.parts is not None
         if self.follows or (apart and self.stop.fixed_budget):
             self._run_apart(buffers, evaluate, steps, ends, trail)
             return

@@ -76,7 +76,7 @@ def _camvid_packed(source: Source, verify: bool) -> dict[str, list[tuple[Picture
     data = read_known(source, CAMVID.files[0], verify)
     with readable(source), zipfile.ZipFile(io.BytesIO(data)) as archive:
         names = sorted(archive.namelist())
-        return {
+        found: dict[str, list[tuple[Picture, Picture]]] = {
             split: [
                 (archive.read(name), archive.read(f"{name[:-4]}.png"))
                 for name in names
@@ -84,6 +84,10 @@ def _camvid_packed(source: Source, verify: bool) -> dict[str, list[tuple[Picture
             ]
             for split, folder in _SPLITS
         }
+    for split, folder in _SPLITS:
+        if not found[split]:
+            raise CAMVID.missing(f"{source} has no {folder}/*.jpg.")
+    return found
 
 
 def _camvid_folders(source: Source, verify: bool) -> dict[str, list[tuple[Picture, Picture]]]:

@@ -16,6 +16,7 @@ from equipoise.solvers import _hyper_nets as nets
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State
+from equipoise.solvers.picard import Picard
 
 if TYPE_CHECKING:
     from equipoise._problem import Problem
@@ -135,6 +136,15 @@ class HyperAnderson(Solver, nn.Module):
     def num_parameters(self) -> int:
         """Learned numbers."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def classic(self) -> Solver | None:
+        """The solver whose steps these are, where nothing of a step is learned: then only the start is."""
+        if self.step is not None or self.correction is not None or self.config.plain_sum:
+            return None
+        if self.config.weights == "newest":
+            return Picard()
+        return None if self.config.local else Anderson(memory=self.config.memory)
 
     # The start
 

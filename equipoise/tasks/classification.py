@@ -35,6 +35,7 @@ class ClassificationConfig(VisionConfig):
         erase: Side of the square that "crop_flip" blackens somewhere in each training image; 0 for none.
         size: Side of resized crops, and of the middle part that is evaluated; with augment = "none", of the middle part
             that is trained on as well. None for the images as they are, which "crop_flip" is for.
+        least_area: Share of an image that a resized crop shows at least.
         label_smoothing: Share of the target that is spread over all classes.
     """
 
@@ -42,6 +43,7 @@ class ClassificationConfig(VisionConfig):
     padding: int = 4
     erase: int = 0
     size: int | None = None
+    least_area: float = 0.08
     label_smoothing: float = 0.0
 
     def __post_init__(self) -> None:
@@ -51,6 +53,7 @@ class ClassificationConfig(VisionConfig):
         if self.erase and self.augment != "crop_flip":
             raise ValueError(f"task: erase = {self.erase} is part of augment = 'crop_flip'; got {self.augment!r}.")
         require_number("task", "label_smoothing", self.label_smoothing, low=0.0, high=1.0)
+        require_number("task", "least_area", self.least_area, low=0.0, high=1.0, open_low=True, closed_high=True)
         if self.size is not None:
             require_count("task", "size", self.size)
             if self.augment == "crop_flip":
@@ -79,7 +82,7 @@ class ClassificationTask(VisionTask):
             return CropFlip(c.padding, erase=c.erase)
         if training and c.augment == "resized_crop":
             assert c.size is not None
-            return ResizedCrop(c.size)
+            return ResizedCrop(c.size, area=(c.least_area, 1.0))
         return None if c.size is None else CentreCrop(c.size)
 
     def metrics(self) -> "MetricCollection":

@@ -94,6 +94,10 @@ def test_faults_of_camvid_are_named(tmp_path):
         archive.writestr("train/0.jpg", encoded(scene()[0]))
     with pytest.raises(DamagedDataError, match=r"camvid\.zip cannot be read .*train/0\.png"):
         load_images("camvid", tmp_path, verify=False)
+    with zipfile.ZipFile(tmp_path / "camvid" / "camvid.zip", "a") as archive:
+        archive.writestr("train/0.png", encoded(scene()[1]))
+    with pytest.raises(MissingDataError, match=r"camvid\.zip has no val/\*\.jpg"):
+        load_images("camvid", tmp_path, verify=False)
 
 
 # Cityscapes

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import equipoise as eq
-from equipoise import _loop, _recording
+from equipoise import _loop, _method, _recording
 from equipoise._tape import solves_inline
 from equipoise.solvers import HyperConfig
 from tests.captured import (
@@ -162,6 +162,31 @@ def test_channels_last_states(emulated):
     z0 = tuple(leaf.to(memory_format=torch.channels_last) for leaf in deq.start(x))
     assert_agree(deq, x, 1e-6, z0=z0)
     assert deq.capture.replayed == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "classic"),
+    [
+        ({"weights": "newest", "mixing": False}, eq.Picard()),
+        ({"weights": "least_squares", "mixing": False, "memory": 4}, eq.Anderson(memory=4)),
+        ({"weights": "least_squares", "mixing": False, "local": True}, None),  # of each position by itself
+        ({"weights": "newest", "mixing": False, "rank": 2}, None),
+        ({"weights": "newest"}, None),
+        ({}, None),
+    ],
+)
+def test_steps_of_which_nothing_is_learned_are_those_of_a_classic_solver(settings, classic):
+    deq, x, solver = prepared("sequence", **settings)
+    assert solver.classic == classic
+    method = _method.Method(solver, FIXED, 0.0, deq.problem(x))
+    assert method.stepping == (classic or solver)
+    assert method.follows == (classic == eq.Picard())
+
+
+def test_a_memory_beyond_the_kernels_is_left_to_the_learned_solver():
+    deq, x, solver = prepared("sequence", weights="least_squares", mixing=False, memory=40)
+    assert solver.classic == eq.Anderson(memory=40)
+    assert _method.Method(solver, FIXED, 0.0, deq.problem(x)).stepping is solver
 
 
 def test_starts(emulated):

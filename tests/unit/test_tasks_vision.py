@@ -132,8 +132,12 @@ def test_settings_choose_the_augmentation():
     assert classification(augment="crop_flip").augment(False) is None
     resized = classification(augment="resized_crop", size=6)
     assert (resized.augment(True), resized.augment(False)) == (ResizedCrop(6), CentreCrop(6))
+    resized = classification(augment="resized_crop", size=6, least_area=0.25)
+    assert resized.augment(True) == ResizedCrop(6, area=(0.25, 1.0))
     with pytest.raises(ValueError, match="needs a size"):
         ClassificationConfig(augment="resized_crop")
+    with pytest.raises(ValueError, match=r"least_area must be a number in \(0, 1\], got 0"):
+        ClassificationConfig(least_area=0)
 
 
 # Segmentation
