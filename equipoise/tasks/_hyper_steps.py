@@ -71,14 +71,18 @@ class Learner:
         solver: To be improved.
         settings: How.
         record: Whether steps are recorded and replayed; None for wherever that is faster.
+        changing: Whether the model's weights change between steps; what follows from them is then computed in each.
 
     Attributes:
         replayed: Steps that were replays.
         obstacle: Why steps cannot be recorded, if that was found out.
     """
 
-    def __init__(self, solver: HyperAnderson, settings: FitSettings, *, record: bool | None = None) -> None:
+    def __init__(
+        self, solver: HyperAnderson, settings: FitSettings, *, record: bool | None = None, changing: bool = False
+    ) -> None:
         self.solver, self.settings, self.balance = solver, settings, Balance(settings.losses)
+        self.changing = changing
         self.device = next(solver.parameters()).device
         on_cuda = self.device.type == "cuda"
         # A recording reads the rate where it was when it was made.
@@ -108,6 +112,19 @@ class Learner:
     def release(self) -> None:
         """Give up recordings, which hold memory of the device."""
         self._replays.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What another one needs to go on with the same steps."""
+        return {"optimiser": self.optimiser.state_dict(), "sizes": self.balance.sizes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved state."""
+        rates = [group["lr"] for group in self.optimiser.param_groups]
+        self.optimiser.load_state_dict(state["optimiser"])
+        for group, rate in zip(self.optimiser.param_groups, rates, strict=True):
+            group["lr"] = rate  # set anew at each step, where recordings look for it
+        sizes = state["sizes"]
+        self.balance.sizes = None if sizes is None else [size.to(self.device) for size in sizes]
 
     def _set_rate(self, rate: float) -> None:
         for group in self.optimiser.param_groups:
@@ -191,6 +208,9 @@ class _Replay:
     def _run(self) -> None:
         """One step, on leaves of its own."""
         learner, parameters = self.learner, list(self.learner.solver.parameters())
+        if learner.changing:
+            for target in self.targets:
+                target.problem.scope._derived.clear()
         with self.aliases:
             record = gradients(learner.solver, self.targets, learner.settings, learner.balance, self.weights.unbind())
         for parameter, alias in zip(parameters, self.aliases.of(parameters), strict=True):

@@ -50,6 +50,7 @@ __all__ = [
     "Balance",
     "Fit",
     "FitSettings",
+    "Follower",
     "Forward",
     "HyperRecipe",
     "LossWeights",
@@ -123,6 +124,44 @@ def hyper_step(
     with frozen(model, apart_from=solver), settings.mode(model):
         record = gradients(solver, usable, settings, balance, progress=progress)
     return {**accepted, **record, "skipped": apply_if_finite(optimiser, record["gradient"])}, carry
+
+
+class Follower:
+    """Keeps a fitted solver up with a model that changes: one optimiser step after another, at the full rate.
+
+    It is `hyper_step` with a memory: its optimiser goes on, and on a GPU a step is recorded once and replayed.
+
+    Args:
+        solver: To be improved.
+        settings: How equilibria are found and the solver is unrolled.
+    """
+
+    def __init__(self, solver: HyperAnderson, settings: FitSettings) -> None:
+        self.solver, self.settings = solver, settings
+        self._learner = Learner(solver, settings, changing=True)
+
+    def step(self, model: nn.Module, batch: Any, forward: Forward | None = None) -> bool:
+        """Learn from the equilibria of a batch of the model as it is now; returns whether there were any.
+
+        Args:
+            model: A DEQ, or a module that contains some; it is not touched.
+            batch: Inputs; labels are not looked at.
+            forward: How to run the model on the batch; by default it is called with it.
+        """
+        found = find_targets(model, batch, self.settings, forward)[0]
+        usable = [kept for target in found if (kept := target.usable(self.settings.accept)) is not None]
+        if usable:
+            with frozen(model, apart_from=self.solver), self.settings.mode(model):
+                self._learner.step(usable, share=0.0, progress=1.0)
+        return bool(usable)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to continue."""
+        return self._learner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._learner.load_state_dict(state)
 
 
 def fit_hyper_solver(

@@ -2,18 +2,20 @@
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._module import deqs_in, override
+from equipoise._tree import tree_map
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import FitSettings, Forward, Networks, NoEquilibriaError, fit_hyper_solver
+from equipoise.tasks.hyper import FitSettings, Follower, Forward, Networks, NoEquilibriaError, fit_hyper_solver
 
 LATE, REFRESHED, RESTING = 1, 2, 3
 
@@ -23,15 +25,17 @@ class Alternate:
     """When a learned solver is fitted during training.
 
     Until `start` the model is trained with its own solver. Then one is fitted from scratch, used as the forward solver
-    of the following steps, and fitted a little more every `every` steps. Backward solves are as they were. A model may
-    change faster than that: where solves end above `limit` the learned solver is fitted a little more at once, and
-    where that does not help the model's own solver takes over until the next regular fit.
+    of the following steps, and fitted a little more every `every` steps, or by single steps in between. Backward solves
+    are as they were. A model may change faster than that: where solves end above `limit` the learned solver is fitted a
+    little more at once, and where that does not help the model's own solver takes over until the next regular fit.
 
     Attributes:
         start: Step before which it is fitted first; None for never.
         first: Fitting steps there.
         every: Training steps between two later fits.
         refresh: Fitting steps of each of those.
+        follow: Training steps between two single fitting steps besides; None for none. The solver then follows the
+            model, instead of falling behind and catching up.
         max_steps: Most steps of a forward solve by the learned solver; None for those of the plan.
         limit: Median residual of the training solves between two log lines that is too large.
         solver: What the solver consists of.
@@ -42,8 +46,9 @@ class Alternate:
     first: int = 1000
     every: int = 5000
     refresh: int = 200
+    follow: int | None = None
     max_steps: int | None = None
-    limit: float = 0.15
+    limit: float = 0.05
     solver: Networks = Networks()
     fit: FitSettings = FitSettings()
 
@@ -52,8 +57,9 @@ class Alternate:
             require_count("alternate", "start", self.start, low=0)
         for name in ("first", "every", "refresh"):
             require_count("alternate", name, getattr(self, name))
-        if self.max_steps is not None:
-            require_count("alternate", "max_steps", self.max_steps)
+        for name in ("follow", "max_steps"):
+            if getattr(self, name) is not None:
+                require_count("alternate", name, getattr(self, name))
         require_number("alternate", "limit", self.limit, low=0.0, open_low=True)
 
     def due(self, step: int, fitted: bool) -> int:
@@ -81,6 +87,8 @@ class Alternation:
     solver: HyperAnderson | None = field(default=None)
     seconds: float = 0.0
     behind: int = 0
+    _follower: Follower | None = field(default=None, repr=False)
+    _followed: dict[str, Any] | None = field(default=None, repr=False)  # where a follower is to continue
 
     @property
     def in_use(self) -> bool:
@@ -111,13 +119,13 @@ class Alternation:
         elif self.behind == LATE:
             count, self.behind = self.settings.refresh, REFRESHED
         else:
+            self._follow(step, model, batches, forward)
             return None
         made = self.settings.solver.settings() if self.solver is None else {}
-        settings = dataclasses.replace(self.settings.fit, steps=count, training=True)
         made |= {"solver": self.solver, "forward": forward, "log_every": count}
         try:
             with _drawing(model, step):
-                fit = fit_hyper_solver(model, lambda i: batches(step + i), settings, **made)
+                fit = fit_hyper_solver(model, lambda i: batches(step + i), self._settings(count), **made)
         except NoEquilibriaError as error:
             if self.solver is None:
                 raise
@@ -125,6 +133,24 @@ class Alternation:
         self.solver = fit.solver
         self.seconds += fit.record["seconds"]
         return {"steps": count, **fit.record}
+
+    def _follow(self, step: int, model: nn.Module, batches: Callable[[int], Any], forward: Forward | None) -> None:
+        """A single fitting step, if it is time for one."""
+        follow = self.settings.follow
+        if follow is None or step % follow or not self.in_use:
+            return
+        assert self.solver is not None
+        started = time.perf_counter()
+        if self._follower is None:
+            self._follower = Follower(self.solver, self._settings(1))
+            if self._followed is not None:
+                self._follower.load_state_dict(self._followed)
+        with _drawing(model, step):
+            self._follower.step(model, batches(step), forward)
+        self.seconds += time.perf_counter() - started
+
+    def _settings(self, steps: int) -> FitSettings:
+        return dataclasses.replace(self.settings.fit, steps=steps, training=True)
 
     @contextlib.contextmanager
     def used(self, model: nn.Module) -> Iterator[None]:
@@ -144,18 +170,24 @@ class Alternation:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue, plain enough for a checkpoint."""
-        if self.solver is None:
-            return {"config": None, "solver": None, "seconds": self.seconds, "behind": self.behind}
-        weights = {name: value.detach().cpu().clone() for name, value in self.solver.state_dict().items()}
-        config = dataclasses.asdict(self.solver.config)
-        return {"config": config, "solver": weights, "seconds": self.seconds, "behind": self.behind}
+        known: dict[str, Any] = {"config": None, "solver": None, "seconds": self.seconds, "behind": self.behind}
+        if self.solver is not None:
+            known["config"] = dataclasses.asdict(self.solver.config)
+            known["solver"] = tree_map(_kept, dict(self.solver.state_dict()))
+        follower = self._followed if self._follower is None else self._follower.state_dict()
+        return {**known, "follower": tree_map(_kept, follower)}
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Continue from a saved state."""
         self.seconds, self.solver, self.behind = float(state["seconds"]), None, int(state.get("behind", 0))
+        self._follower, self._followed = None, state.get("follower")
         if state["config"] is not None:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 @contextlib.contextmanager

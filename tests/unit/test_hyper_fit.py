@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import math
 
 import pytest
@@ -12,12 +13,14 @@ import equipoise as eq
 from equipoise import Anderson, HyperAnderson, Stop
 from equipoise.models import create_model
 from equipoise.solvers import hyper_solver_for
+from equipoise.tasks import hyper
 from equipoise.tasks._hyper_pool import constant_scope, rebuilt
 from equipoise.tasks._hyper_steps import Learner
 from equipoise.tasks.hyper import (
     PUBLISHED,
     Balance,
     FitSettings,
+    Follower,
     LossWeights,
     Networks,
     NoEquilibriaError,
@@ -466,3 +469,36 @@ def test_a_recorded_step_in_training_mode_is_an_ordinary_one():
     assert learners[1].replayed == 4
     for ours, theirs in zip(*(solver.parameters() for solver in made), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_recorded_steps_follow_a_model_that_changes(training, monkeypatch):
+    """What is computed from its weights is computed in each step, with draws and without."""
+    deq, settings = eq.DEQ(Noisy(), engine="eager"), FitSettings(unroll=2, training=training)
+    torch.manual_seed(0)
+    made = [hyper_solver_for(deq, torch.randn(5, 6), budget=None) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    followers = []
+    for solver, record in zip(made, (False, True), strict=True):
+        monkeypatch.setattr(hyper, "Learner", functools.partial(Learner, record=record))
+        followers.append(Follower(solver, settings))
+    for step in range(8):
+        x = torch.randn(5, 6)
+        for follower in followers:
+            torch.manual_seed(step)  # the same draws
+            assert follower.step(deq, x)
+        with torch.no_grad():
+            for parameter in deq.parameters():
+                parameter.mul_(1.1)
+    assert followers[1]._learner.replayed == 6
+    for ours, theirs in zip(*(solver.parameters() for solver in made), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_a_follower_without_equilibria_leaves_the_solver_alone():
+    deq = eq.DEQ(Cell(), engine="eager")
+    solver = hyper_solver_for(deq, torch.randn(5, 2), budget=None)
+    before = copy.deepcopy(solver.state_dict())
+    hopeless = FitSettings(unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1))
+    assert not Follower(solver, hopeless).step(deq, torch.randn(5, 2))
+    assert all(torch.equal(value, before[name]) for name, value in solver.state_dict().items())

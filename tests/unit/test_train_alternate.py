@@ -119,6 +119,40 @@ def test_training_goes_on_with_its_own_solver_where_a_learned_one_does_not_keep_
     assert used == [False, True, False, False, False, False]
 
 
+def test_single_steps_between_fits_follow_a_model_that_changes():
+    """The solver of one alternation follows, that of the other falls behind."""
+    torch.manual_seed(0)
+    deq = eq.DEQ(Cell(top=0.7), engine="eager")
+    drift = [0.006 * torch.randn_like(parameter) for parameter in deq.parameters()]
+    fit = dataclasses.replace(SETTINGS.fit, joint=True, solver=eq.Anderson(), stop=Stop(rtol=1e-3, max_steps=30))
+    networks, ends = Networks(hidden=16, compressed=4, width=4, budget=10.0), {}
+    rare = dataclasses.replace(SETTINGS, first=60, every=10**6, solver=networks, fit=fit)
+    for follow in (None, 1):
+        model, alternation = copy.deepcopy(deq), Alternation(dataclasses.replace(rare, follow=follow))
+        for step in range(2, 42):
+            record = alternation.before(step, model, batch)
+            assert (record is None) == (step != 2)
+            with torch.no_grad():
+                for parameter, change in zip(model.parameters(), drift, strict=True):
+                    parameter.add_(change)
+        last = Stop(rtol=0, max_steps=3, select="last")
+        with torch.no_grad(), eq.override(model, solver=alternation.solver, stop=last):
+            ends[follow] = float(model(batch(99)).stats.residual.median())
+    assert ends[1] < 0.9 * ends[None]
+
+
+def test_a_solver_that_rests_does_not_follow():
+    deq, alternation = eq.DEQ(Cell(), engine="eager"), Alternation(dataclasses.replace(SETTINGS, every=99, follow=1))
+    alternation.before(2, deq, batch)
+    alternation.behind = 3
+    before = copy.deepcopy(alternation.solver.state_dict())
+    alternation.before(3, deq, batch)
+    assert all(torch.equal(value, before[name]) for name, value in alternation.solver.state_dict().items())
+    alternation.behind = 0
+    alternation.before(4, deq, batch)
+    assert not all(torch.equal(value, before[name]) for name, value in alternation.solver.state_dict().items())
+
+
 def test_each_equilibrium_keeps_its_own_tolerance():
     first, second = eq.DEQ(Cell(), stop=Stop(rtol=1e-2)), eq.DEQ(Cell(), stop=Stop(rtol=1e-5))
     alternation = Alternation(SETTINGS)
@@ -147,8 +181,9 @@ def test_it_goes_on_from_a_saved_state():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
-    learned = {"start": 1, "first": 2, "every": 2, "refresh": 1, "solver": {"hidden": 4, "width": 4}}
+@pytest.mark.parametrize("follow", [{}, {"follow": 1}])
+def test_a_resumed_run_goes_on_bit_by_bit(follow, tmp_path):
+    learned = {"start": 1, "first": 2, "every": 2, "refresh": 1, "solver": {"hidden": 4, "width": 4}, **follow}
     given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0}}})
     train(given, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
@@ -168,6 +203,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(tmp_path):
         ({"start": -1}, "start must be an integer of at least 0"),
         ({"every": 0}, "every must be an integer"),
         ({"max_steps": 0}, "max_steps must be"),
+        ({"follow": 0}, "follow must be an integer of at least 1"),
         ({"limit": 0.0}, "limit must be"),
     ],
 )
