@@ -12,7 +12,8 @@ from equipoise.train.load import find_checkpoint, home_of, load, read_config
 from equipoise.train.tracking import read_metrics
 
 CARD, METRICS, ENVIRONMENT = "README.md", "metrics.jsonl", "env.json"
-_NOT_SCORES = ("loss", "bits_per_token")
+_NOT_SCORES = ("loss", "bits_per_token", "error", "miou_error")
+_BY_CLASS = "iou_"
 
 
 def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str = "bf16") -> Path:
@@ -42,7 +43,8 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
 
 def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dtype: str) -> str:
     records = read_metrics(home / METRICS) if (home / METRICS).is_file() else []
-    rows = [*_validated(records), *_evaluated(home)]
+    results = [*_validated(records), *_evaluated(home)]
+    rows = [[split, budget, _scores(values), _residual(residual)] for split, budget, values, residual in results]
     task, made_for = config["task"]["name"], config["model"]["name"]
     lines = [
         f"# {name}",
@@ -57,6 +59,7 @@ def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dty
         "```",
         "",
         *_table(rows),
+        *(_by_class(*results[-1][:3]) if results else []),
         "Scores are those of the weights before rounding. The residual is ‖f(z) − z‖ / ‖f(z)‖, 95th percentile;",
         f"above {SOLVED:g} the number is that of a network of so many steps, not of an equilibrium.",
     ]
@@ -74,25 +77,37 @@ def _trained(records: list[dict[str, Any]], home: Path) -> str:
     return f", trained{what} for {records[-1]['step']:,} steps in {records[-1]['seconds'] / 60:.1f} minutes{where}"
 
 
-def _validated(records: list[dict[str, Any]]) -> Iterator[list[str]]:
-    """Rows of the last evaluation in training: split, budget, score, residual."""
+_Result = tuple[str, str, Mapping[str, Any], float | None]  # split, budget, values, residual
+
+
+def _validated(records: list[dict[str, Any]]) -> Iterator[_Result]:
+    """Of the last evaluation in training."""
     last: dict[str, Any] = next((record for record in reversed(records) if "valid" in record), {})
     for budget, values in ({"as set": last["valid"], **last.get("valid_at", {})} if last else {}).items():
-        yield ["valid", budget, _scores(values), _residual(values.get("solve_residual_p95"))]
+        yield "valid", budget, values, values.get("solve_residual_p95")
 
 
-def _evaluated(home: Path) -> Iterator[list[str]]:
-    """Rows of what `evaluate` wrote last for the test data."""
+def _evaluated(home: Path) -> Iterator[_Result]:
+    """Of what `evaluate` wrote last for the test data."""
     files = sorted((home / "eval").glob("test-*.json"))
     for result in json.loads(files[-1].read_text())["results"] if files else ():
         budget = "as set" if result.get("steps") is None else str(result["steps"])
-        yield ["test", budget, _scores(result), _residual(result.get("solve", {}).get("residual_p95"))]
+        yield "test", budget, result, result.get("solve", {}).get("residual_p95")
 
 
 def _scores(values: Mapping[str, Any]) -> str:
     known = {k: v for k, v in values.items() if isinstance(v, float) and not k.startswith("solve") and k != "seconds"}
-    chosen = {k: v for k, v in known.items() if k not in _NOT_SCORES} or known
+    chosen = {k: v for k, v in known.items() if k not in _NOT_SCORES and not k.startswith(_BY_CLASS)} or known
     return ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
+
+
+def _by_class(split: str, budget: str, values: Mapping[str, Any]) -> list[str]:
+    """Of segmentation: a line with the score of each class."""
+    found = {name.removeprefix(_BY_CLASS): value for name, value in values.items() if name.startswith(_BY_CLASS)}
+    if not found:
+        return []
+    listed = ", ".join(f"{name} {value:.2f}" for name, value in sorted(found.items(), key=lambda pair: -pair[1]))
+    return [f"IoU by class, {split}, steps {budget}: {listed}.", ""]
 
 
 def _residual(value: float | None) -> str:

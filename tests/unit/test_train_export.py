@@ -1,6 +1,7 @@
 """An exported model is the model of its run, rounded, with what it reads and a card that says what it scored."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -61,6 +62,17 @@ def test_the_card_says_what_was_measured(run, tmp_path):
         assert f"| {split} | {budget} | " in card
     assert "for 2 steps" in card
     assert 'equipoise.load("pretrained/small")' in card
+
+
+def test_classes_have_a_line_of_their_own(run, tmp_path):
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    write_scores(copied, {"split": "test", "results": [{"steps": 4, "miou": 0.1}]})  # the newest counts
+    scores = {"miou": 0.5, "miou_error": 0.5, "iou_sky": 0.25, "iou_road": 0.75, "loss": 1.0}
+    write_scores(copied, {"split": "test", "results": [{"steps": 4, **scores}]})
+    card = (export(copied, tmp_path / "small") / "README.md").read_text()
+    assert "| test | 4 | miou 0.5 | – |" in card
+    assert "IoU by class, test, steps 4: road 0.75, sky 0.25." in card
 
 
 def test_what_stands_in_the_way_is_left_alone(run, tmp_path):
