@@ -38,7 +38,7 @@ def _scores(run: Run) -> tuple[str, dict[str, float]]:
 
 def _evaluated(run: Run) -> tuple[str, dict[str, Any]] | None:
     """The last result of the newest test scores that have IoU."""
-    for path in sorted((run.folder / "eval").glob("test-*.json"), reverse=True):
+    for path in sorted((run.folder / "eval").glob("test-*.json"), key=lambda path: path.stem, reverse=True):
         try:
             results = json.loads(path.read_text(encoding="utf-8"))["results"]
         except (ValueError, KeyError, TypeError) as error:

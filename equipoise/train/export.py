@@ -89,7 +89,7 @@ def _validated(records: list[dict[str, Any]]) -> Iterator[_Result]:
 
 def _evaluated(home: Path) -> Iterator[_Result]:
     """Of what `evaluate` wrote last for the test data."""
-    files = sorted((home / "eval").glob("test-*.json"))
+    files = sorted((home / "eval").glob("test-*.json"), key=lambda path: path.stem)
     for result in json.loads(files[-1].read_text())["results"] if files else ():
         budget = "as set" if result.get("steps") is None else str(result["steps"])
         yield "test", budget, result, result.get("solve", {}).get("residual_p95")
