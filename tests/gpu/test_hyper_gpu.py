@@ -1,6 +1,7 @@
 """The learned solver on a CUDA device: the results of the CPU, no waiting, steps that can be recorded."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import equipoise as eq
 from equipoise.solvers import hyper_solver_for
+from equipoise.tasks import hyper
 from equipoise.tasks._hyper_steps import Learner
 from equipoise.tasks.hyper import FitSettings, Pool, fit_hyper_solver
 from tests.captured import recordings_of
@@ -73,6 +75,8 @@ CASES = {
     "corrected": (Sequence, (4, 7, 12), {"local": True, "weights": "corrected"}),
     "softmax": (Flat, (6, 4), {"weights": "softmax"}),
     "newest": (Flat, (6, 4), {"weights": "newest"}),
+    "start": (Images, (3, 3, 8, 6), {"weights": "newest", "mixing": False}),
+    "anderson": (Flat, (6, 4), {"weights": "least_squares", "mixing": False}),
     "images": (Images, (3, 3, 8, 6), {}),
     "any": (Flat, (6, 4), {}),
 }
@@ -172,7 +176,7 @@ def another(x, seed):
         # One for each way through the kernels, and one for each kind of solver that has none of its own.
         *(
             pytest.param(name, TOLERANCE, id=f"{name}-tolerance")
-            for name in ("local", "corrected", "newest", "images", "any")
+            for name in ("local", "corrected", "newest", "start", "images", "any")
         ),
     ],
 )
@@ -307,3 +311,26 @@ def test_fits_in_training_mode_learn_from_the_draws_of_each_solve():
             ours, theirs = (float(value["convergence"]) for value in values)
             assert ours == pytest.approx(theirs, rel=1e-3)
     assert (learners[1].obstacle, learners[1].replayed) == (None, 6)
+
+
+def test_a_follower_learns_from_the_model_as_it_is_now(monkeypatch):
+    """One recording for a model that changes: its steps are the ordinary ones."""
+    torch.manual_seed(0)
+    deq, settings = eq.DEQ(Dropped(), engine="captured").cuda(), FitSettings(unroll=3, training=True)
+    x = [torch.randn(4, 7, 12, device="cuda") for _ in range(8)]
+    made = [hyper_solver_for(deq, x[0], memory=MEMORY, **SIZES) for _ in range(2)]
+    made[1].load_state_dict(made[0].state_dict())
+    followers = []
+    for solver, record in zip(made, (False, True), strict=True):
+        monkeypatch.setattr(hyper, "Learner", functools.partial(Learner, record=record))
+        followers.append(hyper.Follower(solver, settings))
+    for step in range(8):
+        for follower in followers:
+            torch.manual_seed(step)  # the same draws
+            assert follower.step(deq, x[step])
+        with torch.no_grad():
+            for parameter in deq.parameters():
+                parameter.mul_(1.02)
+    assert (followers[1]._learner.obstacle, followers[1]._learner.replayed) == (None, 6)
+    for ours, theirs in zip(*(solver.parameters() for solver in made), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-4)
