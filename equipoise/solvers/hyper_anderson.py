@@ -148,8 +148,9 @@ class HyperAnderson(Solver, nn.Module):
 
     # The start
 
-    def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, HyperState]:
-        return self.guess(problem, z), self.empty_state(z)
+    def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, State]:
+        start = self.guess(problem, z)
+        return start, self.empty_state(z) if self.classic is None else self.classic.init(problem, start)[1]
 
     def empty_state(self, z: Leaves) -> HyperState:
         """What there is to remember of states like z before the first step."""
@@ -200,8 +201,10 @@ class HyperAnderson(Solver, nn.Module):
 
     # A step
 
-    def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, HyperState]:
-        assert isinstance(state, HyperState)
+    def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, State]:
+        if not isinstance(state, HyperState):
+            assert self.classic is not None
+            return self.classic.propose(problem, z, fz, state)
         return self.advance(problem.spec, z, fz, state, problem.residual(z, fz))
 
     def advance(

@@ -322,7 +322,7 @@ def unrolled_losses(solver: HyperAnderson, target: Target, settings: FitSettings
 
 def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> Losses:
     problem, root = target.problem, target.root
-    z, state = solver.init(problem, target.start)
+    z, state = solver.guess(problem, target.start), solver.empty_state(target.start)
     initial, size = _distance(z, root), _leaves.norm(root).clamp_min(tiny_norm(root[0].dtype))
     if not settings.joint:
         z = [leaf.detach() for leaf in z]
@@ -332,7 +332,7 @@ def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> L
         fz = _evaluate(problem, z, settings.checkpoint and k > 0)
         with torch.no_grad():
             relative.append(_distance(fz, z) / _leaves.norm(fz).clamp_min(tiny_norm(fz[0].dtype)))
-        z, state = solver.propose(problem, z, fz, state)
+        z, state = solver.advance(problem.spec, z, fz, state, problem.residual(z, fz))
         distance = _distance(z, root)
         if settings.logarithm:
             distance = (1 + distance / (CLOSE * size)).log()
