@@ -132,6 +132,24 @@ def test_with_weights_of_least_squares_it_is_anderson(dtype, tolerance, memory):
     assert same(solved(deq, x, unfitted).value, expected.value, tolerance)
 
 
+@pytest.mark.parametrize(
+    ("weights", "classic"), [("least_squares", Anderson(memory=3)), ("newest", Picard())], ids=["anderson", "picard"]
+)
+def test_steps_that_are_fitted_are_those_that_are_made(weights, classic):
+    """A solver that learns its start alone steps by the classic solver; a fit looks at its own formula."""
+    deq, x, _ = made("any")
+    solver = HyperAnderson.for_any(10, weights=weights, mixing=False, memory=3)
+    problem = deq.problem(x)
+    z = theirs = problem.start(deq.start(x))
+    ours, kept = solver.empty_state(z), solver.init(problem, z)[1]
+    assert type(kept) is type(classic.init(problem, z)[1])
+    with torch.no_grad():
+        for _ in range(7):
+            z, ours = solver.advance(problem.spec, z, problem.evaluate(z), ours)
+            theirs, kept = solver.propose(problem, theirs, problem.evaluate(theirs), kept)
+            assert same(z, theirs, 1e-5)
+
+
 def test_anderson_with_another_step_length():
     deq, x, solver = made("any", weights="least_squares", source=None, products=False)
     with torch.no_grad():
