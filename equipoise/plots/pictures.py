@@ -139,7 +139,7 @@ def predict(opened: "TrainedRun", split: str, count: int) -> Pictures:
     for batch, row in chosen:
         one = dataclasses.replace(batch, indices=batch.indices[row : row + 1], rows=Rows(0, 1, 1)).to(opened.device)
         with opened.autocast():
-            logits = opened.model(one.images).logits
+            logits = opened.task.views(opened.model, one)  # type: ignore[attr-defined]
         probability, named = logits[0].float().softmax(0).max(0)
         seen = _as_seen(one.images[0], data.mean, data.std)
         found.append((seen, _labels(one.targets[0]), _labels(named), float(probability.mean()), int(one.indices[0])))

@@ -133,6 +133,10 @@ class VisionTask(Task):
             )
         model.transfer_from(load(self.config.transfer))  # type: ignore[operator]
 
+    def views(self, model: nn.Module, batch: ImageBatch) -> Tensor:
+        """Scores as in `scores`, by all that evaluation looks at."""
+        return self.scores(model, batch)
+
     def scores(self, model: nn.Module, batch: ImageBatch) -> Tensor:
         """(N, classes) scores of images, or (N, classes, H, W) of pixels, in float32 at least."""
         logits: Tensor = model(batch.images).logits

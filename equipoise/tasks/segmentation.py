@@ -129,7 +129,7 @@ class SegmentationTask(VisionTask):
         """(N, classes, H, W) scores of pixels, by all views of the images that evaluation looks at."""
         c = self.config
         if c.eval_scales == (1.0,) and not c.eval_flip:
-            return self.scores(model, batch)
+            return super().views(model, batch)
         flips = (False, True) if c.eval_flip else (False,)
         seen = [self._seen(model, batch.images, factor, flip) for factor in c.eval_scales for flip in flips]
         return torch.stack(seen).mean(0).clamp_min(torch.finfo(seen[0].dtype).tiny).log()

@@ -554,6 +554,23 @@ def test_pictures_show_image_truth_and_prediction(segmented):
     assert float(table[1].split(",")[3]) == pytest.approx(accuracy)
 
 
+def test_pictures_show_what_is_scored(segmented):
+    """By the views of evaluation, where these are not the images as they are."""
+    pytest.importorskip("matplotlib")
+    from equipoise.plots.pictures import predict
+    from equipoise.train.load import open_run
+
+    opened = open_run(segmented, "test", changes=["task.eval_scales=[2.0]", "task.eval_flip=true"])
+    batch = next(iter(opened.splits.held_out["test"]())).to(opened.device)
+    with torch.no_grad():
+        opened.model.head.classifier.weight.mul_(100)  # hardly trained, it would call all classes equally likely
+        found = (opened.task.views(opened.model, batch), opened.task.scores(opened.model, batch))
+    seen, as_they_are = (float(logits[0].softmax(0).max(0).values.mean()) for logits in found)
+    probability = predict(opened, "test", 3).probability[0]
+    assert probability == pytest.approx(seen, rel=1e-4)
+    assert probability != pytest.approx(as_they_are, rel=1e-4)
+
+
 def test_the_chart_of_classes_has_the_newest_test_scores_or_the_last_validation(segmented):
     pytest.importorskip("matplotlib")
     from equipoise.plots import LogError, make_chart
