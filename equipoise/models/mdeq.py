@@ -231,9 +231,10 @@ class MDEQ(nn.Module):
 
     def answer(self, states: States, images: Tensor, solution: Solution | None = None) -> VisionOutput:
         """The output from states, the equilibrium or others."""
-        scores = self.head(states, self._framed(images))
         if self.config.task == "segmentation":
-            scores = scores[..., : images.shape[2], : images.shape[3]]
+            scores = self.head(states, self._framed(images))[..., : images.shape[2], : images.shape[3]]
+        else:
+            scores = self.head(states, images)  # which are not looked at again
         return VisionOutput(scores, list(states), solution)
 
     def _framed(self, images: Tensor) -> Tensor:

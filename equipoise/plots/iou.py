@@ -7,6 +7,7 @@ from typing import Any
 from equipoise.plots import style
 from equipoise.plots.logs import LogError, Run
 from equipoise.plots.registry import Chart, register_figure
+from equipoise.train.tracking import written_scores
 
 PREFIX = "iou_"
 
@@ -38,7 +39,7 @@ def _scores(run: Run) -> tuple[str, dict[str, float]]:
 
 def _evaluated(run: Run) -> tuple[str, dict[str, Any]] | None:
     """The last result of the newest test scores that have IoU."""
-    for path in sorted((run.folder / "eval").glob("test-*.json"), key=lambda path: path.stem, reverse=True):
+    for path in written_scores(run.folder, "test"):
         try:
             results = json.loads(path.read_text(encoding="utf-8"))["results"]
         except (ValueError, KeyError, TypeError) as error:

@@ -8,6 +8,7 @@ from equipoise.plots.iou import PREFIX
 from equipoise.plots.logs import LogError, Run, open_runs
 from equipoise.plots.registry import FIGURES, Chart
 from equipoise.plots.report import Page
+from equipoise.train.tracking import written_scores
 
 REPORT = "report.html"
 _SCORES = 6  # files of scores that are shown, the newest first
@@ -23,8 +24,7 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     (opened,) = open_runs([run])
     page = Page(f"Run {opened.label}")
     _facts(page, opened)
-    scored = sorted((opened.folder / "eval").glob("*.json"), key=lambda path: path.stem.partition("-")[2], reverse=True)
-    for path in scored[:_SCORES]:
+    for path in written_scores(opened.folder)[:_SCORES]:
         _scores(page, opened, path)
     _figures(page, opened)
     return page.write(opened.folder / REPORT if out is None else out)

@@ -81,6 +81,9 @@ class HyperAnderson(Solver, nn.Module):
     Args:
         config: What it consists of; see `for_sequence`, `for_images`, `for_any` and `hyper_solver_for`.
 
+    Attributes:
+        classic: The solver whose steps these are, where nothing of a step is learned: then only the start is.
+
     Reference: S. Bai, V. Koltun, J. Z. Kolter, Neural deep equilibrium solvers, ICLR 2022.
     """
 
@@ -92,6 +95,7 @@ class HyperAnderson(Solver, nn.Module):
         extra = 1 + (config.memory if config.products else 0)
         self.step = nets.StepNet(config.compressed + extra, config.width) if config.learns_steps else None
         self.correction = _correction(config)
+        self.classic = _classic(config)
 
     @classmethod
     def for_sequence(
@@ -136,15 +140,6 @@ class HyperAnderson(Solver, nn.Module):
     def num_parameters(self) -> int:
         """Learned numbers."""
         return sum(parameter.numel() for parameter in self.parameters())
-
-    @property
-    def classic(self) -> Solver | None:
-        """The solver whose steps these are, where nothing of a step is learned: then only the start is."""
-        if self.step is not None or self.correction is not None or self.config.plain_sum:
-            return None
-        if self.config.weights == "newest":
-            return Picard()
-        return None if self.config.local else Anderson(memory=self.config.memory)
 
     # The start
 
@@ -400,6 +395,14 @@ def _initialiser(config: HyperConfig) -> nn.Module | None:
         return None
     made = {"sequence": nets.SequenceInitialiser, "images": nets.ImageInitialiser, "any": nets.FlatInitialiser}
     return made[config.kind](config.source, config.hidden, config.state)
+
+
+def _classic(config: HyperConfig) -> Solver | None:
+    if config.learns_steps or config.rank > 0 or config.plain_sum:
+        return None
+    if config.weights == "newest":
+        return Picard()
+    return None if config.local else Anderson(memory=config.memory)
 
 
 def _correction(config: HyperConfig) -> nn.Module | None:

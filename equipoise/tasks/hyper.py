@@ -116,7 +116,7 @@ def hyper_step(
     targets, carry = find_targets(model, batch, settings, forward, carry)
     if not targets:
         raise ValueError(f"{type(model).__name__} solved for no equilibrium on this batch: is it a DEQ?")
-    usable = [found for target in targets if (found := target.usable(settings.accept)) is not None]
+    usable = _usable(targets, settings)
     accepted = {"accepted": torch.tensor(sum(target.accepted for target in usable) / len(targets))}
     if not usable:
         return accepted, carry
@@ -148,8 +148,7 @@ class Follower:
             batch: Inputs; labels are not looked at.
             forward: How to run the model on the batch; by default it is called with it.
         """
-        found = find_targets(model, batch, self.settings, forward)[0]
-        usable = [kept for target in found if (kept := target.usable(self.settings.accept)) is not None]
+        usable = _usable(find_targets(model, batch, self.settings, forward)[0], self.settings)
         if usable:
             with frozen(model, apart_from=self.solver), self.settings.mode(model):
                 self._learner.step(usable, share=0.0, progress=1.0)
@@ -242,6 +241,11 @@ def fit_hyper_solver(
     return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
 
 
+def _usable(targets: Iterable[Target], settings: FitSettings) -> list[Target]:
+    """What can be learned from: equilibria that are good enough."""
+    return [found for target in targets if (found := target.usable(settings.accept)) is not None]
+
+
 def _learn(learner: Learner, targets: Sequence[Target], share: float, fresh: bool) -> dict[str, Any]:
     """A step on the equilibria of a batch."""
     # What makes weights Anderson's at first is not for fitted ones.
@@ -255,7 +259,7 @@ def _targets(
     carry = None
     for batch in _stream(batches):
         targets, carry = find_targets(model, batch, settings, forward, carry)
-        usable = [found for target in targets if (found := target.usable(settings.accept)) is not None]
+        usable = _usable(targets, settings)
         yield usable, sum(target.accepted for target in usable) / max(1, len(targets))
 
 

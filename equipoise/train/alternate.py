@@ -88,7 +88,6 @@ class Alternation:
     seconds: float = 0.0
     behind: int = 0
     _follower: Follower | None = field(default=None, repr=False)
-    _followed: dict[str, Any] | None = field(default=None, repr=False)  # where a follower is to continue
 
     @property
     def in_use(self) -> bool:
@@ -143,8 +142,6 @@ class Alternation:
         started = time.perf_counter()
         if self._follower is None:
             self._follower = Follower(self.solver, self._settings(1))
-            if self._followed is not None:
-                self._follower.load_state_dict(self._followed)
         with _drawing(model, step):
             self._follower.step(model, batches(step), forward)
         self.seconds += time.perf_counter() - started
@@ -174,16 +171,19 @@ class Alternation:
         if self.solver is not None:
             known["config"] = dataclasses.asdict(self.solver.config)
             known["solver"] = tree_map(_kept, dict(self.solver.state_dict()))
-        follower = self._followed if self._follower is None else self._follower.state_dict()
+        follower = None if self._follower is None else self._follower.state_dict()
         return {**known, "follower": tree_map(_kept, follower)}
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Continue from a saved state."""
         self.seconds, self.solver, self.behind = float(state["seconds"]), None, int(state.get("behind", 0))
-        self._follower, self._followed = None, state.get("follower")
+        self._follower = None
         if state["config"] is not None:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])
+            if state.get("follower") is not None:
+                self._follower = Follower(self.solver, self._settings(1))
+                self._follower.load_state_dict(state["follower"])
 
 
 def _kept(value: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from equipoise.train.checkpoint import CONFIG, MODEL, save_checkpoint
 from equipoise.train.evaluate import SOLVED
 from equipoise.train.load import find_checkpoint, home_of, load, read_config
-from equipoise.train.tracking import read_metrics
+from equipoise.train.tracking import read_metrics, written_scores
 
 CARD, METRICS, ENVIRONMENT = "README.md", "metrics.jsonl", "env.json"
 _NOT_SCORES = ("loss", "bits_per_token", "error", "miou_error")
@@ -89,8 +89,8 @@ def _validated(records: list[dict[str, Any]]) -> Iterator[_Result]:
 
 def _evaluated(home: Path) -> Iterator[_Result]:
     """Of what `evaluate` wrote last for the test data."""
-    files = sorted((home / "eval").glob("test-*.json"), key=lambda path: path.stem)
-    for result in json.loads(files[-1].read_text())["results"] if files else ():
+    newest = next(iter(written_scores(home, "test")), None)
+    for result in json.loads(newest.read_text())["results"] if newest else ():
         budget = "as set" if result.get("steps") is None else str(result["steps"])
         yield "test", budget, result, result.get("solve", {}).get("residual_p95")
 

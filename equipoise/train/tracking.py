@@ -91,6 +91,17 @@ class MetricsWriter:
         self.close()
 
 
+def written_scores(folder: str | Path, split: str = "*") -> list[Path]:
+    """What `equipoise evaluate` wrote into eval/ of a run, the newest first.
+
+    Args:
+        folder: Of the run.
+        split: Of which data; of any by default.
+    """
+    found = (Path(folder) / "eval").glob(f"{split}-*.json")
+    return sorted(found, key=lambda path: path.stem.partition("-")[2], reverse=True)
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The records of a metrics file; a last line cut short by a crash is left out."""
     return [_restored(record) for _, record in _records(Path(path))]
