@@ -16,7 +16,7 @@ from equipoise.solvers._hyper_step import LearnedMemory, learned_step
 
 if TYPE_CHECKING:
     from equipoise._loop import Buffers
-    from equipoise.ops import HyperParts, LowRankParts
+    from equipoise.ops import ChannelsParts, HyperParts, LowRankParts
 
 Evaluate = Callable[[Leaves], Leaves]
 
@@ -50,14 +50,14 @@ def _stepping(solver: Solver) -> Solver:
     return classic if classic is not None and fits else solver
 
 
-def _is_fused(solver: HyperAnderson, spec: StateSpec) -> bool:
+def _is_fused(solver: HyperAnderson, stop: Stop, spec: StateSpec) -> bool:
     """Whether a learned solver has a fused step here; without kernels there is nothing to gain by it."""
-    from equipoise.ops import hyper, low_rank
+    from equipoise.ops import channels, hyper, low_rank
     from equipoise.ops._backend import KERNEL_DTYPES
 
     known = all(parameter.dtype in KERNEL_DTYPES for parameter in solver.parameters())
-    served = any(operation.supports(solver.config, spec) for operation in (hyper, low_rank))
-    return spec.device.type == "cuda" and known and served
+    served = [hyper, low_rank, *([channels] if stop.fixed_budget else [])]
+    return spec.device.type == "cuda" and known and any(one.supports(solver.config, spec) for one in served)
 
 
 @dataclass(frozen=True)
@@ -82,15 +82,16 @@ class Method:
     image_dtype: torch.dtype | None = None
     half: bool = False
     stepping: Solver = field(init=False)
-    parts: "HyperParts | LowRankParts | None" = field(init=False, default=None)
+    parts: "ChannelsParts | HyperParts | LowRankParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        from equipoise.ops import HyperParts, LowRankParts
+        from equipoise.ops import ChannelsParts, HyperParts, LowRankParts
 
         object.__setattr__(self, "stepping", _stepping(self.solver))
         solver, problem = self.stepping, self.problem
-        if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, problem.spec):
-            kind = LowRankParts if solver.config.rank > 0 else HyperParts
+        if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, self.stop, problem.spec):
+            corrected = ChannelsParts if solver.config.kind == "images" else LowRankParts
+            kind = corrected if solver.config.rank > 0 else HyperParts
             object.__setattr__(self, "parts", kind.of(solver, problem.spec))
 
     @property
@@ -105,7 +106,14 @@ class Method:
 
     def memory(self, z: Leaves) -> Any:
         """What the solver remembers of states like z; None for nothing."""
-        from equipoise.ops import AndersonMemory, BroydenMemory, HyperMemory, LowRankMemory, LowRankParts
+        from equipoise.ops import (
+            AndersonMemory,
+            BroydenMemory,
+            HyperMemory,
+            HyperParts,
+            LowRankMemory,
+            LowRankParts,
+        )
 
         if isinstance(self.stepping, Anderson):
             # Rounding is relative to a residual, whatever its size, and bfloat16 has room for all of them.
@@ -115,12 +123,12 @@ class Method:
             return BroydenMemory.empty(z, self.stepping.memory or self.stop.max_steps)
         if isinstance(self.parts, LowRankParts):
             return LowRankMemory.empty(z, self.parts)
-        if self.parts is not None:
+        if isinstance(self.parts, HyperParts):
             # Rounding is relative to a residual: half the bytes, the same equilibrium. Free weights do not end there.
             whole = z[0].dtype != torch.float32 or self.parts.weights == "free"
             narrow = None if whole else torch.bfloat16
             return HyperMemory.empty(z, self.parts, narrow, self.image_dtype)
-        if isinstance(self.stepping, HyperAnderson):
+        if isinstance(self.stepping, HyperAnderson) and self.parts is None:
             assert self.problem is not None
             return LearnedMemory(self.stepping, self.problem.spec, z)
         return None
@@ -139,6 +147,7 @@ class Method:
     def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
         """One step given f(z), in place; Anderson's and a fused one may be from elsewhere to elsewhere."""
         from equipoise.ops import (
+            HyperParts,
             LowRankParts,
             anderson_step,
             broyden_step,
@@ -156,7 +165,7 @@ class Method:
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
         elif isinstance(self.parts, LowRankParts):
             low_rank_step(z, fz, memory, standing, self.parts, **rules, out=out)
-        elif self.parts is not None:
+        elif isinstance(self.parts, HyperParts):
             hyper_step(z, fz, memory, standing, self.parts, **rules, out=out)
         elif isinstance(solver, HyperAnderson):
             learned_step(z, fz, memory, standing, **rules)
@@ -182,19 +191,23 @@ class Method:
         self, buffers: "Buffers", evaluate: Evaluate, steps: int, ends: bool, trail: list[Leaves] | None
     ) -> None:
         """As `run` where nothing ends: iterates are not written over at once, so that few best ones must be copied."""
-        from equipoise.ops import picard_follow, picard_settle
+        from equipoise.ops import ChannelsParts, channels_follow, picard_follow, picard_settle
 
+        rules: dict[str, Any] = {"stop": self.stop, "floor": self.floor}
         z = before = older = buffers.z
         spare: Leaves = []
         if trail:
             z, before, older, spare = trail
-        elif not self.follows:
+        elif not (self.follows or isinstance(self.parts, ChannelsParts)):
             spare = [torch.empty_like(leaf) for leaf in z]
         for _ in range(steps):
             image = _apart(evaluate(z), [*z, *buffers.z, *spare])
             if self.follows:
-                picard_follow(z, image, older, buffers.standing, stop=self.stop, floor=self.floor)
+                picard_follow(z, image, older, buffers.standing, **rules)
                 z, before, older = image, z, before
+            elif isinstance(self.parts, ChannelsParts):
+                following = channels_follow(z, image, older, buffers.standing, self.parts, **rules)
+                z, before, older = following, z, before
             else:
                 self.step(buffers, image, z, spare)
                 z, before, spare = spare, z, z

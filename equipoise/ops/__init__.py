@@ -8,6 +8,7 @@ docs/maths/kernels.md.
 from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
+from equipoise.ops.channels import ChannelsParts, channels_follow
 from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
 from equipoise.ops.last import take_last
 from equipoise.ops.likelihood import add_nll, nll
@@ -24,6 +25,7 @@ from equipoise.ops.words import lookup
 __all__ = [
     "AndersonMemory",
     "BroydenMemory",
+    "ChannelsParts",
     "HyperMemory",
     "HyperParts",
     "LowRankMemory",
@@ -33,6 +35,7 @@ __all__ = [
     "anderson_step",
     "attend",
     "broyden_step",
+    "channels_follow",
     "drop_taps",
     "gather_taps",
     "group_norm",

@@ -34,8 +34,8 @@ class HyperConfig:
         local: Of sequences: weights and a step length for each position, from its own residuals, instead of one set
             for all. What a position gets does not depend on later ones.
         rank: Inner size of a linear map of the newest residual that is added to the next iterate; 0 for none. It
-            stands for what further plain steps would add, so that fewer are needed. Not for images, where linear
-            maps by pixel were found to add little.
+            stands for what further plain steps would add, so that fewer are needed. Of images, if it is above 0, a
+            matrix over the channels of a pixel, whole, at each resolution.
         reach: Of sequences: how many positions it looks at, a position's own and those before it.
         warm: What becomes of a start that is not zero: "keep" it, or "replace" it by the learned one.
     """
@@ -78,8 +78,6 @@ class HyperConfig:
             raise ValueError(
                 f"HyperAnderson: local concerns positions of sequences; the state is of kind {self.kind!r}."
             )
-        if self.rank and self.kind == "images":
-            raise ValueError("HyperAnderson: rank is for sequences and flat states, not for images; leave it at 0.")
         if self.local and self.compression == "mean":
             raise ValueError('HyperAnderson: a mean over positions has no place where each is by itself; use "last".')
         if self.warm not in ("keep", "replace"):

@@ -223,6 +223,23 @@ class SequenceCorrection(nn.Module):
         return list(self.up(few).split(self.state, dim=-1))
 
 
+class ImageCorrection(nn.Module):
+    """A linear map of the channels of a pixel's residual at each resolution: (N, C, H, W) by leaf, to the same.
+
+    Channels are few, so the matrix is whole.
+
+    Args:
+        state: Channels of each resolution.
+    """
+
+    def __init__(self, state: Sequence[int]) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(_silent(nn.Conv2d(channels, channels, 1, bias=False)) for channels in state)
+
+    def forward(self, g: Leaves) -> Leaves:
+        return [mapped(leaf) for mapped, leaf in zip(self.maps, g, strict=True)]
+
+
 class FlatCorrection(nn.Module):
     """A linear map of low rank of all numbers of a system: (N, ...) by leaf, to the same.
 

@@ -70,9 +70,9 @@ class HyperAnderson(Solver, nn.Module):
 
     With residuals g_i = f(z_i) − z_i of the last `memory` iterates, a small network reads a few numbers of each and
     gives weights α that sum to one and a step length β; the next iterate is Σ α_i z_i + β Σ α_i g_i, plus, if asked
-    for, a linear map of low rank of the newest g_i. Another network guesses the start from the input. Cost per step:
-    one f, two weighted sums, and products of matrices of some dozens of rows; nothing is factorised and nothing read
-    on the host. Storage: 2·memory states.
+    for, a linear map of the newest g_i, of low rank or over channels. Another network guesses the start from the input.
+    Cost per step: one f, two weighted sums, and products of matrices of some dozens of rows; nothing is factorised and
+    nothing read on the host. Storage: 2·memory states.
 
     Before it is fitted, it is the plain iteration z ← f(z). It does not change what the equilibrium is: residuals are
     measured, and the best iterate is chosen, by the driver, as for any solver. The same weights serve any number of
@@ -410,6 +410,8 @@ def _correction(config: HyperConfig) -> nn.Module | None:
         return None
     if config.kind == "sequence":
         return nets.SequenceCorrection(config.state, config.rank, config.reach)
+    if config.kind == "images":
+        return nets.ImageCorrection(config.state)
     return nets.FlatCorrection(config.state, config.rank)
 
 

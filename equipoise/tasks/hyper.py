@@ -127,18 +127,22 @@ def hyper_step(
 
 
 class Follower:
-    """Keeps a fitted solver up with a model that changes: one optimiser step after another, at the full rate.
+    """Keeps a fitted solver up with a model that changes: one optimiser step after another, at a constant rate.
 
     It is `hyper_step` with a memory: its optimiser goes on, and on a GPU a step is recorded once and replayed.
 
     Args:
         solver: To be improved.
         settings: How equilibria are found and the solver is unrolled.
+        rate: Share of `settings.learning_rate`. A fit ends at a rate of zero; steps at its first one, which are as long
+            as the rate while Adam knows nothing of gradients yet, would undo it.
     """
 
-    def __init__(self, solver: HyperAnderson, settings: FitSettings) -> None:
+    def __init__(self, solver: HyperAnderson, settings: FitSettings, rate: float = 0.1) -> None:
+        require_number("Follower", "rate", rate, low=0.0, open_low=True)
         self.solver, self.settings = solver, settings
-        self._learner = Learner(solver, settings, changing=True)
+        slower = dataclasses.replace(settings, learning_rate=rate * settings.learning_rate)
+        self._learner = Learner(solver, slower, changing=True)
 
     def step(self, model: nn.Module, batch: Any, forward: Forward | None = None) -> bool:
         """Learn from the equilibria of a batch of the model as it is now; returns whether there were any.

@@ -36,6 +36,7 @@ class Alternate:
         refresh: Fitting steps of each of those.
         follow: Training steps between two single fitting steps besides; None for none. The solver then follows the
             model, instead of falling behind and catching up.
+        follow_rate: The learning rate of those, as a share of `fit.learning_rate`.
         max_steps: Most steps of a forward solve by the learned solver; None for those of the plan.
         limit: Median residual of the training solves between two log lines that is too large.
         solver: What the solver consists of.
@@ -47,6 +48,7 @@ class Alternate:
     every: int = 5000
     refresh: int = 200
     follow: int | None = None
+    follow_rate: float = 0.1
     max_steps: int | None = None
     limit: float = 0.05
     solver: Networks = Networks()
@@ -60,7 +62,8 @@ class Alternate:
         for name in ("follow", "max_steps"):
             if getattr(self, name) is not None:
                 require_count("alternate", name, getattr(self, name))
-        require_number("alternate", "limit", self.limit, low=0.0, open_low=True)
+        for name in ("follow_rate", "limit"):
+            require_number("alternate", name, getattr(self, name), low=0.0, open_low=True)
 
     def due(self, step: int, fitted: bool) -> int:
         """How many fitting steps come before training step number `step`, by the clock."""
@@ -141,10 +144,13 @@ class Alternation:
         assert self.solver is not None
         started = time.perf_counter()
         if self._follower is None:
-            self._follower = Follower(self.solver, self._settings(1))
+            self._follower = self._made_follower(self.solver)
         with _drawing(model, step):
             self._follower.step(model, batches(step), forward)
         self.seconds += time.perf_counter() - started
+
+    def _made_follower(self, solver: HyperAnderson) -> Follower:
+        return Follower(solver, self._settings(1), self.settings.follow_rate)
 
     def _settings(self, steps: int) -> FitSettings:
         return dataclasses.replace(self.settings.fit, steps=steps, training=True)
@@ -182,7 +188,7 @@ class Alternation:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])
             if state.get("follower") is not None:
-                self._follower = Follower(self.solver, self._settings(1))
+                self._follower = self._made_follower(self.solver)
                 self._follower.load_state_dict(state["follower"])
 
 

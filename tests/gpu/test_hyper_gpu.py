@@ -10,6 +10,7 @@ from torch import nn
 import equipoise as eq
 from equipoise.solvers import hyper_solver_for
 from equipoise.tasks import hyper
+from equipoise.tasks._hyper_losses import frozen
 from equipoise.tasks._hyper_steps import Learner
 from equipoise.tasks.hyper import FitSettings, Pool, fit_hyper_solver
 from tests.captured import recordings_of
@@ -78,6 +79,7 @@ CASES = {
     "start": (Images, (3, 3, 8, 6), {"weights": "newest", "mixing": False}),
     "anderson": (Flat, (6, 4), {"weights": "least_squares", "mixing": False}),
     "images": (Images, (3, 3, 8, 6), {}),
+    "channels": (Images, (3, 3, 8, 6), {"weights": "newest", "mixing": False, "rank": 1}),
     "any": (Flat, (6, 4), {}),
 }
 # Residuals of positions are nearly dependent, and least squares amplify rounding. On a CPU, inputs changed by one
@@ -121,9 +123,9 @@ def test_same_result_as_on_the_cpu_without_waiting(name):
     assert close(there, here, tolerance)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "anderson"])
 def test_steps_can_be_recorded(name):
-    """The start and all steps in one graph, replayed on other inputs."""
+    """The start and all steps in one graph, replayed on other inputs. Anderson's own are for the captured engine."""
     deq, x, solver = made(name)
     deq, x, solver = deq.cuda(), x.cuda(), solver.cuda()
     others = [torch.randn_like(x) for _ in range(2)]
@@ -305,7 +307,7 @@ def test_fits_in_training_mode_learn_from_the_draws_of_each_solve():
     made = [hyper_solver_for(deq, batches[0], memory=MEMORY, **SIZES) for _ in range(2)]
     made[1].load_state_dict(made[0].state_dict())
     learners = [Learner(solver, settings, record=record) for solver, record in zip(made, (False, True), strict=True)]
-    with settings.mode(deq):
+    with settings.mode(deq), frozen(deq, apart_from=nn.ModuleList(made)):
         for i in range(8):
             values = [learner.step(pool.at(i), 0.1, 0.1) for learner in learners]
             ours, theirs = (float(value["convergence"]) for value in values)

@@ -36,7 +36,7 @@ LONG = eq.Stop(rtol=0, max_steps=70, select="last")  # three pieces of a recordi
 @pytest.fixture
 def fused(monkeypatch):
     """Fused steps where they are of no use."""
-    monkeypatch.setattr(_method, "_is_fused", lambda solver, spec: supports(solver.config, spec))
+    monkeypatch.setattr(_method, "_is_fused", lambda solver, stop, spec: supports(solver.config, spec))
 
 
 def assert_fused(deq):
@@ -188,13 +188,13 @@ def on_cuda(spec):
 def test_where_there_is_a_fused_step():
     deq, x, solver = prepared("any")
     spec = deq.problem(x).spec
-    assert not _method._is_fused(solver, spec)
-    assert _method._is_fused(solver, on_cuda(spec))
-    assert _method._is_fused(copy.deepcopy(solver).bfloat16(), on_cuda(spec))
-    assert not _method._is_fused(copy.deepcopy(solver).double(), on_cuda(spec))  # no kernel, but other steps
-    assert not _method._is_fused(prepared("any", weights="corrected")[2], on_cuda(spec))
+    assert not _method._is_fused(solver, FIXED, spec)
+    assert _method._is_fused(solver, FIXED, on_cuda(spec))
+    assert _method._is_fused(copy.deepcopy(solver).bfloat16(), FIXED, on_cuda(spec))
+    assert not _method._is_fused(copy.deepcopy(solver).double(), FIXED, on_cuda(spec))  # no kernel, but other steps
+    assert not _method._is_fused(prepared("any", weights="corrected")[2], FIXED, on_cuda(spec))
     two = StateSpec.of((torch.zeros(2, 10), torch.zeros(2, 3)))
-    assert not _method._is_fused(solver, on_cuda(two))
+    assert not _method._is_fused(solver, FIXED, on_cuda(two))
 
 
 def test_a_state_of_another_form_is_the_same_error_in_both_engines(fused):

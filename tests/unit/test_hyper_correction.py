@@ -14,7 +14,7 @@ import equipoise as eq
 from equipoise import Anderson, HyperAnderson, Ladder, Picard, Stop
 from equipoise._problem import Problem, StateSpec
 from equipoise.solvers import HyperConfig, hyper_solver_for, load_solver, save_solver
-from equipoise.solvers._hyper_nets import FlatCorrection, SequenceCorrection
+from equipoise.solvers._hyper_nets import FlatCorrection, ImageCorrection, SequenceCorrection
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, find_targets, fit_hyper_solver, unrolled_losses
 from equipoise.train.config import load_config
 from equipoise.train.hyper_study import study_run
@@ -29,7 +29,7 @@ RANK = 3
 MEMORYLESS = {"weights": "newest", "mixing": False, "rank": RANK}
 FORMS = {"full": {"rank": RANK}, "memoryless": MEMORYLESS, "corrected": {"rank": RANK, "weights": "corrected"}}
 every_form = pytest.mark.parametrize("form", FORMS)
-every_cell = pytest.mark.parametrize("name", ["sequence", "local", "any"])
+every_cell = pytest.mark.parametrize("name", ["sequence", "local", "images", "any"])
 
 
 def filled(correction: nn.Module, seed: int = 0) -> nn.Module:
@@ -121,6 +121,15 @@ def test_of_any_state_it_is_a_matrix(shapes):
     found = correction(g)
     assert [leaf.shape for leaf in found] == [leaf.shape for leaf in g]
     assert torch.allclose(torch.cat([leaf.flatten(1) for leaf in found], dim=1), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_of_images_it_is_a_matrix_over_channels_at_each_resolution():
+    correction = filled(ImageCorrection((3, 5)))
+    g = [gaussian(2, 3, 6, 4, seed=1), gaussian(2, 5, 3, 2, seed=2)]
+    for found, leaf, mapped in zip(correction(g), g, correction.maps, strict=True):
+        expected = torch.einsum("oc,nchw->nohw", mapped.weight[:, :, 0, 0], leaf)
+        assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+    assert HyperAnderson.for_images((3, 5), **MEMORYLESS).num_parameters == 3 * 3 + 5 * 5
 
 
 @every_cell
@@ -379,12 +388,10 @@ def test_wrong_settings(settings, words):
         Networks(**settings)
 
 
-def test_not_for_images():
-    with pytest.raises(ValueError, match="rank is for sequences and flat states, not for images; leave it at 0"):
-        made("images", rank=RANK)
+def test_maps_may_be_taken_as_numbers():
     deq, x, _ = made("images")
     sizes = [leaf[0].numel() for leaf in leaves(deq.start(x))]
-    flat = shaken(HyperAnderson.for_any(sizes, **MEMORYLESS), 0.01)  # but maps may be taken as numbers
+    flat = shaken(HyperAnderson.for_any(sizes, **MEMORYLESS), 0.01)
     z0 = tuple(leaf.to(memory_format=torch.channels_last) for leaf in deq.start(x))
     assert same(solved(deq, x, flat, z0=z0).value, solved(deq, x, flat).value, 1e-5)
 

@@ -384,7 +384,7 @@ LOW_RANK = {"weights": "newest", "mixing": False, "rank": 4}
 @pytest.fixture
 def fused(monkeypatch):
     """Fused steps where they are of no use."""
-    monkeypatch.setattr(_method, "_is_fused", lambda solver, spec: supports(solver.config, spec))
+    monkeypatch.setattr(_method, "_is_fused", lambda solver, stop, spec: supports(solver.config, spec))
 
 
 def assert_fused(deq):
@@ -446,7 +446,7 @@ def test_where_there_is_a_fused_step():
     deq, x, solver = prepared("sequence", **LOW_RANK)
     spec = deq.problem(x).spec
     there = dataclasses.replace(spec, device=torch.device("cuda", 0))  # as if; nothing is computed
-    assert not _method._is_fused(solver, spec)
-    assert _method._is_fused(solver, there)
+    assert not _method._is_fused(solver, FIXED, spec)
+    assert _method._is_fused(solver, FIXED, there)
     both_kinds = prepared("sequence", rank=4)[2]  # weights and a map: neither step does all of it
-    assert not _method._is_fused(both_kinds, there)
+    assert not _method._is_fused(both_kinds, FIXED, there)
