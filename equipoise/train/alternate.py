@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,7 +27,8 @@ class Alternate:
 
     Until `start` the model is trained with its own solver. Then one is fitted from scratch, used as the forward solver
     of the following steps, and fitted a little more every `every` steps, or by single steps in between. Backward solves
-    are as they were. A model may change faster than that: where solves end above `limit` the learned solver is fitted a
+    are as they were. A model may change faster than that, and its equilibria become harder to find: where solves end
+    above `limit` they get a step more, up to `most_steps`; if they have them already the learned solver is fitted a
     little more at once, and where that does not help the model's own solver takes over until the next regular fit.
 
     Attributes:
@@ -38,6 +40,7 @@ class Alternate:
             model, instead of falling behind and catching up.
         follow_rate: The learning rate of those, as a share of `fit.learning_rate`.
         max_steps: Most steps of a forward solve by the learned solver; None for those of the plan.
+        most_steps: What `max_steps` may grow to during training; None for no growth.
         limit: Median residual of the training solves between two log lines that is too large.
         solver: What the solver consists of.
         fit: How it is fitted; its number of steps is not looked at, and the model is as in training.
@@ -50,6 +53,7 @@ class Alternate:
     follow: int | None = None
     follow_rate: float = 0.1
     max_steps: int | None = None
+    most_steps: int | None = None
     limit: float = 0.05
     solver: Networks = Networks()
     fit: FitSettings = FitSettings()
@@ -59,9 +63,14 @@ class Alternate:
             require_count("alternate", "start", self.start, low=0)
         for name in ("first", "every", "refresh"):
             require_count("alternate", name, getattr(self, name))
-        for name in ("follow", "max_steps"):
+        for name in ("follow", "max_steps", "most_steps"):
             if getattr(self, name) is not None:
                 require_count("alternate", name, getattr(self, name))
+        if self.most_steps is not None and (self.max_steps is None or self.most_steps < self.max_steps):
+            raise ValueError(
+                f"alternate: most_steps={self.most_steps} is what max_steps={self.max_steps} may grow to; expected a "
+                "max_steps of at most that."
+            )
         for name in ("follow_rate", "limit"):
             require_number("alternate", name, getattr(self, name), low=0.0, open_low=True)
 
@@ -82,6 +91,7 @@ class Alternation:
         settings: When and how.
         solver: The solver, once there is one.
         seconds: Time spent on fitting it.
+        grown: Steps of a solve beyond `settings.max_steps`.
         behind: Whether the model has changed too much for it: 0 for no, 1 where it is to be fitted a little more, 2
             where it was, 3 where that did not help, and it rests until the next regular fit.
     """
@@ -89,6 +99,7 @@ class Alternation:
     settings: Alternate
     solver: HyperAnderson | None = field(default=None)
     seconds: float = 0.0
+    grown: int = 0
     behind: int = 0
     _follower: Follower | None = field(default=None, repr=False)
 
@@ -97,10 +108,22 @@ class Alternation:
         """Whether forward solves are left to it."""
         return self.solver is not None and self.behind != RESTING
 
+    @property
+    def max_steps(self) -> int | None:
+        """Most steps of a solve by it, for now; None for those of the plan."""
+        return None if self.settings.max_steps is None else self.settings.max_steps + self.grown
+
+    @property
+    def _may_grow(self) -> bool:
+        most, now = self.settings.most_steps, self.max_steps
+        return most is not None and now is not None and now < most
+
     def note(self, residual: float) -> None:
         """Take in how its solves have ended since the last log line: their median residual."""
         if residual <= self.settings.limit:
             self.behind = 0
+        elif self.behind == 0 and math.isfinite(residual) and self._may_grow:
+            self.grown += 1
         else:  # also where it is not a number
             self.behind = LATE if self.behind == 0 else RESTING
 
@@ -164,7 +187,7 @@ class Alternation:
         if not self.in_use:
             yield
             return
-        most, deqs = self.settings.max_steps, deqs_in(model)
+        most, deqs = self.max_steps, deqs_in(model)
         stops = [{} if most is None else {"stop": deq.plan.stop.with_budget(most)} for deq in deqs]
         with contextlib.ExitStack() as changed:
             for deq, stop in zip(deqs, stops, strict=True):
@@ -173,7 +196,8 @@ class Alternation:
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue, plain enough for a checkpoint."""
-        known: dict[str, Any] = {"config": None, "solver": None, "seconds": self.seconds, "behind": self.behind}
+        known: dict[str, Any] = {"config": None, "solver": None, "seconds": self.seconds}
+        known |= {"grown": self.grown, "behind": self.behind}
         if self.solver is not None:
             known["config"] = dataclasses.asdict(self.solver.config)
             known["solver"] = tree_map(_kept, dict(self.solver.state_dict()))
@@ -182,8 +206,8 @@ class Alternation:
 
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Continue from a saved state."""
-        self.seconds, self.solver, self.behind = float(state["seconds"]), None, int(state.get("behind", 0))
-        self._follower = None
+        self.seconds, self.solver, self._follower = float(state["seconds"]), None, None
+        self.grown, self.behind = int(state.get("grown", 0)), int(state.get("behind", 0))
         if state["config"] is not None:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])

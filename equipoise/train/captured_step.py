@@ -37,6 +37,7 @@ from equipoise._static import Noted, buffer_like, comparable, reported
 from equipoise._stop import Stop
 from equipoise._tape import Graphs, Work, copy_all, recording_now, solves_inline
 from equipoise._tree import tree_flatten, tree_map, tree_tensors, tree_unflatten
+from equipoise.train.alternate import Alternation
 from equipoise.train.optim import Stepper, WeightAverage, set_learning_rate
 from equipoise.train.schedule import StepPlan
 
@@ -238,7 +239,7 @@ class CapturedSteps:
         factor: float,
         seed: int,
         step: int,
-        solver: nn.Module | None = None,
+        learned: Alternation | None = None,
     ) -> Pass | None:
         """Make a step; None if it is to be made in the ordinary way, and `fallbacks` says why.
 
@@ -249,12 +250,12 @@ class CapturedSteps:
             factor: Of the learning rates.
             seed: Of its draws.
             step: Its number.
-            solver: A learned one that stands in for that of the plan.
+            learned: Stands in for the solver of the plan.
         """
         try:
             _check_plan(plan)
             blends = self.average is not None and self.average.steady(step)
-            kind = self._kind(self._key(batch, carry, plan, blends, solver), blends, batch.rows)
+            kind = self._kind(self._key(batch, carry, plan, blends, learned), blends, batch.rows)
             kind.seen += 1
             if kind.obstacle is not None:
                 raise CannotCapture(kind.obstacle)
@@ -263,7 +264,7 @@ class CapturedSteps:
             read = len(self._read)
             made = self._make(kind, batch, carry, plan, factor, seed, step)
             if len(self._read) > read:  # no key will be equal to an older one
-                self._kinds = OrderedDict([(self._key(batch, carry, plan, blends, solver), kind)])
+                self._kinds = OrderedDict([(self._key(batch, carry, plan, blends, learned), kind)])
             return made
         except CannotCapture as reason:
             if not self.fallbacks[str(reason)]:
@@ -272,7 +273,7 @@ class CapturedSteps:
             self.fallbacks[str(reason)] += 1
             return None
 
-    def _key(self, batch: Any, carry: Any, plan: StepPlan | None, blends: bool, solver: nn.Module | None) -> Any:
+    def _key(self, batch: Any, carry: Any, plan: StepPlan | None, blends: bool, learned: Alternation | None) -> Any:
         """What steps of one kind have in common, besides the values of tensors, rates and weights."""
         if not hasattr(batch, "__dict__"):
             raise CannotCapture(f"a batch of type {type(batch).__name__} has no attributes to copy")
@@ -284,7 +285,7 @@ class CapturedSteps:
             tuple((name, getattr(batch, name)) for name in self._read),
             (*_forms(carry, "something carried on"), tree_flatten(carry)[1]),
             tuple(map(Tensor.data_ptr, self._tensors)),
-            solver and (solver, *map(Tensor.data_ptr, solver.parameters())),
+            learned and _standing_in(learned),
         )
 
     def _kind(self, key: Any, blends: bool, rows: Rows) -> _Kind:
@@ -433,6 +434,12 @@ def _check_plan(plan: StepPlan | None) -> None:
                 f"solves end by a tolerance ({name}.rtol={stop.rtol:g}, atol={stop.atol:g}), which the host asks for; "
                 f"set {name}.rtol = 0 for {stop.max_steps} steps in every solve"
             )
+
+
+def _standing_in(learned: Alternation) -> tuple[Any, ...]:
+    """What a recording keeps of a learned solver: which one it is, where its weights lie, and its number of steps."""
+    assert learned.solver is not None
+    return (learned.solver, learned.max_steps, *map(Tensor.data_ptr, learned.solver.parameters()))
 
 
 def obstacle(device: torch.device, stepper: Stepper, shares: Sequence[Any], processes: int) -> str | None:

@@ -245,9 +245,8 @@ class _Run:
         assert self.captured is not None
         state, (share,) = self.state, self.state.shares
         seed = step_seed(self.recipe.train.seed, state.step)
-        solver = self._learned.solver if self._learned is not None else None
         made = self.captured.step(
-            batch, share.carry, self.plan, factor=factor, seed=seed, step=state.step, solver=solver
+            batch, share.carry, self.plan, factor=factor, seed=seed, step=state.step, learned=self._learned
         )
         return None if made is None else self._note(share, batch, made)
 

@@ -108,6 +108,35 @@ def test_a_solver_that_falls_behind_is_fitted_at_once_and_rests_if_that_does_not
             assert isinstance(deq.plan.solver, HyperAnderson)
 
 
+def test_solves_get_more_steps_before_anything_else_is_tried():
+    settings = dataclasses.replace(SETTINGS, every=30, limit=0.1, max_steps=5, most_steps=7)
+    deq, alternation = eq.DEQ(Cell(), engine="eager"), Alternation(settings)
+    alternation.before(2, deq, batch)
+    seen = []
+    for residual in (0.05, 0.2, 0.1, 0.3, 0.2):
+        alternation.note(residual)
+        again = Alternation(settings)
+        again.load_state_dict(alternation.state_dict())
+        with again.used(deq):
+            seen.append(deq.plan.stop.max_steps)
+    assert seen == [5, 6, 6, 7, 7]
+    assert alternation.before(3, deq, batch)["steps"] == SETTINGS.refresh  # there are no more steps to be had
+    alternation.note(0.2)
+    assert not alternation.in_use
+
+
+def test_a_residual_that_is_not_a_number_is_no_matter_of_steps():
+    alternation = Alternation(dataclasses.replace(SETTINGS, max_steps=5, most_steps=7))
+    alternation.note(float("nan"))
+    assert (alternation.max_steps, alternation.behind) == (5, 1)
+
+
+@pytest.mark.parametrize("given", [{"max_steps": None, "most_steps": 7}, {"max_steps": 8, "most_steps": 7}])
+def test_steps_grow_from_somewhere(given):
+    with pytest.raises(ValueError, match=r"most_steps=7 is what max_steps=(None|8) may grow to"):
+        dataclasses.replace(SETTINGS, **given)
+
+
 def test_training_goes_on_with_its_own_solver_where_a_learned_one_does_not_keep_up(tmp_path):
     learned = {"start": 1, "first": 2, "every": 50, "refresh": 1, "limit": 1e-6, "solver": {"hidden": 4, "width": 4}}
     given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0}}}, "train.log_every=1")

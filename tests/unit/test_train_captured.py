@@ -307,6 +307,17 @@ def test_steps_with_a_learned_solver_are_recorded_and_see_it_fitted_anew(emulate
     assert not run.captured.fallbacks
 
 
+def test_steps_that_a_learned_solver_gets_more_of_are_recorded_anew(emulated, tmp_path):
+    learned = {"start": 2, "first": 2, "every": 50, "refresh": 2, "solver": {"hidden": 4, "width": 4}}
+    learned |= {"max_steps": 2, "most_steps": 4, "limit": 1e-6, "fit": {"unroll": 3, "accept": 0.9}}
+    given = recipe({**copy_recipe().to_data(), "alternate": learned})
+    given = dataclasses.replace(given, train=dataclasses.replace(given.train, steps=15, log_every=5))
+    run = trained_the_same(given, tmp_path, tolerance=1e-6)
+    steps = [record["forward"]["steps_p50"] for record in train_records(tmp_path / "captured").values()]
+    assert steps == [2.0, 3.0, 4.0]
+    assert run.captured.recorded == 2  # three steps with the first number are too few to be
+
+
 @pytest.mark.slow
 def test_values_of_a_batch_that_a_task_reads_are_part_of_the_kind(emulated, tmp_path):
     """A pass over the text begins without memory."""
