@@ -26,6 +26,13 @@ def hyper(
     finetune: Annotated[
         Path | None, typer.Option(help="A learned solver to go on with, e.g. of an earlier checkpoint.")
     ] = None,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Unlabelled inputs to fit on instead of the training data: a folder of pictures, or a text file for a "
+            "language model."
+        ),
+    ] = None,
     recipes: Annotated[
         list[str] | None,
         typer.Option(
@@ -56,6 +63,10 @@ def hyper(
     a small network learns to reach them in fewer steps. Use the result with --solver hyper:RUN wherever a solver can be
     named. The log is fit.jsonl beside it.
 
+    With --inputs PATH the equilibria are those of other inputs, e.g. of what comes up in use: pictures are scaled, cut
+    and normalised as the run's images are, text is read with the run's vocabulary. The data of the training are needed
+    only where the run's images are a set of your own, known by a name.
+
     With --report DIR: several seeds of one recipe or more, metric against time beside Anderson, overhead, residuals
     beyond the unrolled steps, and a table of the variants. Solvers and measurements are kept in RUN/hyper, so that the
     same command goes on where it was ended.
@@ -66,6 +77,7 @@ def hyper(
     options: dict[str, Any] = {"data_dir": data_dir, "which": which, "changes": of_task}
     options["seconds"] = None if minutes is None else 60 * minutes
     if report is not None:
+        refuse({"--inputs": inputs}, "a report scores, and needs labels; fit to these inputs without --report")
         refuse({"--out": out, "--finetune": finetune, "--seed": seed}, "a report has fits of its own (RUN/hyper)")
         _report(run, chosen, report, as_json, seeds=seeds, beside=beside or [], most=most, **options)
         return
@@ -75,7 +87,7 @@ def hyper(
     from equipoise.tasks.hyper import fit_run
 
     (recipe,) = chosen.values()
-    record = fit_run(run, recipe, out=out, finetune=finetune, force=force, progress=True, **options)
+    record = fit_run(run, recipe, out=out, finetune=finetune, inputs=inputs, force=force, progress=True, **options)
     show(record, True) if as_json else _print(record)
     if record["accepted"] < LEAST_ACCEPTED:
         warn(
@@ -158,6 +170,9 @@ def _report(run: Path, recipes: dict[str, Any], out: Path, as_json: bool, most: 
 
 def _print(record: dict[str, Any]) -> None:
     print(f"checkpoint: {record['checkpoint']}")
+    if "inputs" in record:
+        facts = dict(record["inputs"])
+        print(f"inputs: {facts.pop('inputs')} ({', '.join(f'{count:,} {name}' for name, count in facts.items())})")
     print(f"solver: {record['parameters']:,} parameters, {record['share']:.2%} of the model's")
     names = {
         "convergence": "distance on the way",

@@ -219,7 +219,8 @@ class MDEQ(nn.Module):
     def inject(self, images: Tensor) -> States:
         """What f takes besides the state: the stem's map for the finest resolution, or for all of them."""
         expected = self.config.in_channels
-        if images.dim() != 4 or images.shape[1] != expected or not images.is_floating_point():
+        shaped = images.dim() == 4 and images.shape[1] == expected and min(images.shape[2:]) > 0
+        if not shaped or not images.is_floating_point():
             raise ValueError(
                 f"MDEQ: images must be floating point of shape (N, {expected}, H, W), got {images.dtype} of shape "
                 f"{tuple(images.shape)}."

@@ -92,10 +92,10 @@ def load_solver(
         raise ValueError(f"{path} cannot be read as a learned solver: {error}") from error
     if "config" not in metadata:
         raise ValueError(f"{path} holds no learned solver: `equipoise hyper RUN` writes one.")
-    solver = HyperAnderson(HyperConfig(**json.loads(metadata["config"])))
     try:
+        solver = HyperAnderson(HyperConfig(**json.loads(metadata["config"])))
         solver.load_state_dict(state)
-    except RuntimeError as error:  # names or shapes differ
+    except (RuntimeError, TypeError, ValueError) as error:  # names, shapes or settings differ
         raise ValueError(
             f"{path} was written by another version of equipoise, whose learned solvers have other networks: fit it "
             "again with `equipoise hyper RUN`."

@@ -57,6 +57,11 @@ class Solver(abc.ABC):
     capturable: ClassVar[bool] = True
     """Whether a step reads nothing on the host, so that it may be recorded in a CUDA graph."""
 
+    @property
+    def replaces_start(self) -> bool:
+        """Whether a solve may begin elsewhere than where it is told to, so that what was given is never measured."""
+        return False
+
     def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, State]:
         """Prepare a solve from z; may replace the start."""
         return z, State()

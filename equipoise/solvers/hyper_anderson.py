@@ -143,6 +143,10 @@ class HyperAnderson(Solver, nn.Module):
 
     # The start
 
+    @property
+    def replaces_start(self) -> bool:
+        return self.initialiser is not None
+
     def init(self, problem: "Problem", z: Leaves) -> tuple[Leaves, State]:
         start = self.guess(problem, z)
         return start, self.empty_state(z) if self.classic is None else self.classic.init(problem, start)[1]
@@ -441,7 +445,7 @@ def _flat(spec: StateSpec, leaves: Leaves) -> Leaves:
     flat = []
     for leaf, order in zip(leaves, spec.orders, strict=True):
         stored = leaf if order is None or spec.batch_dims != 1 else leaf.permute(order)
-        flat.append(stored.reshape(leaf.shape[0], -1).contiguous())
+        flat.append(stored.flatten(1).contiguous())
     return flat
 
 

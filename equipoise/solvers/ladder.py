@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise import _leaves
+from equipoise._stop import tiny_norm
 from equipoise._tree import Leaves
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State, register_solver
@@ -28,7 +29,9 @@ class Ladder(Solver):
     """Cheap solvers first, robust ones for the systems that need them.
 
     Each stage starts from the best iterates of the one before, takes only the systems that are not yet solved, and
-    has a budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up.
+    has a budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up. Where the first stage has a
+    start of its own and leaves a system worse than it was given, the system is put back to what was given: whatever a
+    learned solver does, `Ladder((learned, Anderson()))` returns nothing worse than it began with.
 
     Attributes:
         stages: Solvers, from cheap to robust.
@@ -51,6 +54,8 @@ class Ladder(Solver):
     def run(self, problem: "Problem", z: Leaves, stop: "Stop", **options: Any) -> "Outcome":
         first_nfe = problem.nfe
         outcome = self.stages[0].run(problem, z, stop, **options)
+        if self.stages[0].replaces_start:
+            _put_back(outcome, problem, z, stop)
         for stage in self.stages[1:]:
             unsolved = (~outcome.stats.ok).nonzero()[:, 0]
             if len(unsolved) == 0:
@@ -62,6 +67,25 @@ class Ladder(Solver):
             outcome.state, outcome.collected = None, None  # stages differ in what they keep and for which systems
         outcome.stats = dataclasses.replace(outcome.stats, nfe=problem.nfe - first_nfe)
         return outcome
+
+
+def _put_back(outcome: "Outcome", problem: "Problem", z: Leaves, stop: "Stop") -> None:
+    """Unsolved systems where they were given, if that is better than where they are; one evaluation of f for these."""
+    unsolved = (~outcome.stats.ok).nonzero()[:, 0]
+    if len(unsolved) == 0:
+        return
+    given, part = _leaves.take_rows(z, unsolved), problem.rows(unsolved)
+    with torch.no_grad():
+        image = part.evaluate(given)
+        size = _leaves.norm(image, stop.norm) + tiny_norm(image[0].dtype)
+        residual = _leaves.norm(part.residual(given, image), stop.norm) / size
+    worse = ~(outcome.stats.residual.index_select(0, unsolved) <= residual)  # also where it is not a number
+    rows = unsolved[worse]
+    outcome.value = _leaves.put_rows(outcome.value, rows, _leaves.take_rows(z, rows))
+    known = outcome.stats.residual
+    outcome.stats = dataclasses.replace(
+        outcome.stats, residual=known.index_copy(0, rows, residual[worse].to(known.dtype))
+    )
 
 
 def _merge(stats: "Stats", index: Tensor, later: "Stats") -> "Stats":

@@ -29,7 +29,7 @@ Forward = Callable[[nn.Module, Any, Any], Any]
 # Relative distance to the equilibrium below which logarithms do not reward a step.
 CLOSE = 1e-3
 
-EMPHASES = ("increasing", "uniform", "last")
+EMPHASES = ("increasing", "quadratic", "uniform", "last")
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class FitSettings:
         learning_rate: Of Adam at the beginning; half a cosine leads to zero.
         clip: Largest norm of the gradient; None for any.
         losses: Weights of the three losses.
-        emphasis: How the distances after each solver step are weighted: "increasing" with the step, "uniform", or the
-            "last" alone.
+        emphasis: How the distances after each solver step are weighted: "increasing" with the step, "quadratic", by
+            its square, "uniform", or the "last" alone.
         logarithm: Whether logarithms of relative distances are minimised, to which every solver step matters alike,
             instead of distances, as published, to which late steps, being close already, hardly matter.
         joint: Whether the initialiser is also trained by the distances of later iterates.
@@ -94,7 +94,7 @@ class FitSettings:
     learning_rate: float = 3e-3
     clip: float | None = 1.0
     losses: LossWeights = LossWeights()
-    emphasis: Literal["increasing", "uniform", "last"] = "increasing"
+    emphasis: Literal["increasing", "quadratic", "uniform", "last"] = "increasing"
     logarithm: bool = True
     joint: bool = False
     checkpoint: bool = False
@@ -126,7 +126,8 @@ class FitSettings:
         k = self.unroll
         if self.emphasis == "last":
             return [0.0] * (k - 1) + [1.0]
-        raw = [1.0] * k if self.emphasis == "uniform" else [float(i) for i in range(1, k + 1)]
+        power = {"uniform": 0, "increasing": 1, "quadratic": 2}[self.emphasis]
+        raw = [float(i**power) for i in range(1, k + 1)]
         return [value / sum(raw) for value in raw]
 
 

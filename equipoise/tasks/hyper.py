@@ -470,6 +470,8 @@ def fit_opened(
             **options,
         )
     notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
+    if "inputs" in opened.splits.info:  # not those of the training
+        notes["inputs"] = opened.splits.info
     path = save_solver(fit.solver, folder / FILE, opened.model, notes)
     return {"file": str(path), "log": str(log), **notes}
 
@@ -484,6 +486,7 @@ def fit_run(
     data_dir: str | None = None,
     which: str = "best",
     changes: Sequence[str] = (),
+    inputs: str | Path | None = None,
     seconds: float | None = None,
     progress: bool = False,
 ) -> dict[str, Any]:
@@ -498,6 +501,8 @@ def fit_run(
         data_dir: Where data files are.
         which: Of a run: "best" or "latest" checkpoint.
         changes: Of the task's settings, e.g. `task.batch_size=8`.
+        inputs: Unlabelled inputs to find equilibria on, a folder of pictures or a text file; those of the run's
+            training by default.
         seconds: End after so many.
         progress: Whether to show a progress bar to a person at a terminal.
 
@@ -509,7 +514,7 @@ def fit_run(
     folder = Path(out) if out is not None else Path(run) / "hyper"
     if (folder / FILE).exists() and not force:
         raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
-    opened = open_run(run, "valid", data_dir, which=which, changes=changes)
+    opened = open_run(run, "valid", data_dir, which=which, changes=changes, inputs=inputs)
     solver = load_solver(finetune, device=opened.device) if finetune is not None else None
     if solver is not None:
         recipe.solver.require_of(solver)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._module import deqs_in, override
+from equipoise._solution import EquilibriumWarning
 from equipoise._tree import tree_map
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -94,6 +96,7 @@ class Alternation:
         grown: Steps of a solve beyond `settings.max_steps`.
         behind: Whether the model has changed too much for it: 0 for no, 1 where it is to be fitted a little more, 2
             where it was, 3 where that did not help, and it rests until the next regular fit.
+        retry: Step before which there is no other first fit, after one that found no equilibria to learn from.
     """
 
     settings: Alternate
@@ -101,6 +104,7 @@ class Alternation:
     seconds: float = 0.0
     grown: int = 0
     behind: int = 0
+    retry: int = 0
     _follower: Follower | None = field(default=None, repr=False)
 
     @property
@@ -139,6 +143,8 @@ class Alternation:
             forward: How to run the model on a batch.
         """
         count = self.settings.due(step, self.solver is not None)
+        if self.solver is None and step < self.retry:
+            return None
         if count:
             self.behind = 0
         elif self.behind == LATE:
@@ -151,10 +157,16 @@ class Alternation:
         try:
             with _drawing(model, step):
                 fit = fit_hyper_solver(model, lambda i: batches(step + i), self._settings(count), **made)
-        except NoEquilibriaError as error:
+        except NoEquilibriaError as error:  # the solver that there is goes on, learned or the model's own
             if self.solver is None:
-                raise
-            return {"steps": 0, "not_fitted": str(error)}  # the solver that there is goes on
+                self.retry = step + self.settings.every
+                warnings.warn(
+                    f"step {step}: no learned solver yet, the model's own goes on until step {self.retry}. {error} "
+                    "These are alternate.fit.stop.max_steps and alternate.fit.accept here.",
+                    EquilibriumWarning,
+                    stacklevel=3,
+                )
+            return {"steps": 0, "not_fitted": str(error)}
         self.solver = fit.solver
         self.seconds += fit.record["seconds"]
         return {"steps": count, **fit.record}
@@ -197,7 +209,7 @@ class Alternation:
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue, plain enough for a checkpoint."""
         known: dict[str, Any] = {"config": None, "solver": None, "seconds": self.seconds}
-        known |= {"grown": self.grown, "behind": self.behind}
+        known |= {"grown": self.grown, "behind": self.behind, "retry": self.retry}
         if self.solver is not None:
             known["config"] = dataclasses.asdict(self.solver.config)
             known["solver"] = tree_map(_kept, dict(self.solver.state_dict()))
@@ -207,7 +219,7 @@ class Alternation:
     def load_state_dict(self, state: dict[str, Any], device: Any = "cpu") -> None:
         """Continue from a saved state."""
         self.seconds, self.solver, self._follower = float(state["seconds"]), None, None
-        self.grown, self.behind = int(state.get("grown", 0)), int(state.get("behind", 0))
+        self.grown, self.behind, self.retry = (int(state.get(name, 0)) for name in ("grown", "behind", "retry"))
         if state["config"] is not None:
             self.solver = HyperAnderson(HyperConfig(**state["config"])).to(device)
             self.solver.load_state_dict(state["solver"])

@@ -196,6 +196,7 @@ def open_run(
     which: str = "best",
     device: torch.device | str | None = None,
     changes: Sequence[str] = (),
+    inputs: str | Path | None = None,
 ) -> TrainedRun:
     """Load a trained model and its data.
 
@@ -206,6 +207,8 @@ def open_run(
         which: Of a run: "best" or "latest" checkpoint.
         device: Where the model goes; a GPU, if there is one, by default.
         changes: Of the task's settings, e.g. `task.eval_batch_size=1`.
+        inputs: Unlabelled inputs instead of the run's data, as its training batches: a folder of pictures, or a text
+            file. There are no held-out splits then, and `split` is not looked at.
     """
     for change in changes:
         if parse_override(change)[0][0] != "task":
@@ -216,6 +219,11 @@ def open_run(
     config = read_config(folder)
     task = Recipe.from_data(config, str(folder / CONFIG), changes).make_task(data_dir)
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if inputs is not None:
+        from equipoise.train.unlabelled import unlabelled_splits
+
+        splits = unlabelled_splits(task, Path(inputs), home_of(folder), config)
+        return TrainedRun(folder, config, task, splits, load(folder, place), place)
     model, splits = load(folder, place), task.data()
     if split not in splits.held_out:
         raise unknown_name("split", split, splits.held_out)

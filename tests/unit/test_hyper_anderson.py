@@ -385,6 +385,28 @@ def test_stalled_systems_are_handed_to_a_classic_solver():
     assert guarded.stats.nfe > 8
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_ladder_returns_nothing_worse_than_it_was_given(stages):
+    deq, x, solver = made("any")
+    ladder = Ladder((shaken(solver, 20.0), Anderson())[:stages])
+    given = solved(deq, x, Picard(), Stop(rtol=0.0, max_steps=1)).stats.residual  # of the start itself
+    stop = Stop(rtol=1e-5, max_steps=3)
+    assert (solved(deq, x, solver, stop).stats.residual > given).all()
+    found = solved(deq, x, ladder, stop)
+    assert (found.stats.residual <= given).all()
+    with torch.no_grad():
+        image = deq.cell(found.value, x)
+    measured = (image - found.value).norm(dim=1) / image.norm(dim=1)
+    torch.testing.assert_close(measured, found.stats.residual, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["sequence", "images", "any"])
+def test_a_batch_of_none(name):
+    deq, x, solver = made(name)
+    value = solved(deq, x[:0], shaken(solver), Stop(rtol=1e-3, max_steps=4)).value
+    assert all(len(leaf) == 0 for leaf in (value if isinstance(value, tuple) else (value,)))
+
+
 def test_it_can_be_the_second_stage_and_keeps_what_the_first_found():
     deq, x, solver = made("any")
     ladder = Ladder((Anderson(), shaken(solver, 0.02)))

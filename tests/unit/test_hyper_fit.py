@@ -4,6 +4,7 @@ import contextlib
 import copy
 import functools
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from equipoise.tasks.hyper import (
     Balance,
     FitSettings,
     Follower,
+    HyperRecipe,
     LossWeights,
     Networks,
     NoEquilibriaError,
@@ -29,6 +31,7 @@ from equipoise.tasks.hyper import (
     hyper_step,
     unrolled_losses,
 )
+from equipoise.train.config import load_config
 from equipoise.train.tracking import read_metrics
 
 SIZES = {"hidden": 6, "compressed": 4, "width": 5, "budget": None}
@@ -178,7 +181,7 @@ def test_systems_without_an_equilibrium_are_left_out(deq):
 # Losses
 
 
-@pytest.mark.parametrize("emphasis", ["increasing", "uniform", "last"])
+@pytest.mark.parametrize("emphasis", ["increasing", "quadratic", "uniform", "last"])
 @pytest.mark.parametrize("logarithm", [False, True])
 def test_losses_are_those_of_a_plain_loop(deq, emphasis, logarithm):
     solver, settings = shaken(small(deq)), FitSettings(unroll=5, emphasis=emphasis, logarithm=logarithm)
@@ -195,6 +198,7 @@ def test_losses_are_those_of_a_plain_loop(deq, emphasis, logarithm):
     distances = torch.stack([(one - root).norm(dim=1) for one in z])  # (6, N)
     emphases = {
         "increasing": [k / 15 for k in range(1, 6)],
+        "quadratic": [k**2 / 55 for k in range(1, 6)],
         "uniform": [1 / 5] * 5,
         "last": [0.0, 0.0, 0.0, 0.0, 1.0],
     }
@@ -502,3 +506,11 @@ def test_a_follower_without_equilibria_leaves_the_solver_alone():
     hopeless = FitSettings(unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1))
     assert not Follower(solver, hopeless).step(deq, torch.randn(5, 2))
     assert all(torch.equal(value, before[name]) for name, value in solver.state_dict().items())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings_are_recipes_too(name):
+    root = Path(__file__).resolve().parents[2]
+    recipe = load_config(HyperRecipe, root / "recipes" / "hyper" / "more" / f"published_{name}.toml")
+    assert recipe.fit == PUBLISHED[name]
+    assert not recipe.solver.products

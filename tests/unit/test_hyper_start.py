@@ -109,6 +109,14 @@ def test_files_of_other_networks_are_refused(tmp_path, change):
         load_solver(path)
 
 
+@pytest.mark.parametrize("config", ['{"kind": "any", "state": [3], "novel": 1}', '{"kind": "else"', '{"kind": "else"}'])
+def test_files_of_other_settings_are_refused_likewise(tmp_path, config):
+    path = save_solver(made(4), tmp_path / "solver.safetensors")
+    save_file(load_file(path), path, metadata={"format": "pt", "config": config, "model": ""})
+    with pytest.raises(ValueError, match=r"was written by another version of equipoise.* fit it again"):
+        load_solver(path)
+
+
 # Which systems get it
 
 

@@ -162,7 +162,10 @@ def test_settings_from_lists_and_by_name():
         MDEQConfig(plan="broyden")
 
 
-@pytest.mark.parametrize("images", [torch.zeros(3, 8, 8), torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 8, 8).byte()])
+@pytest.mark.parametrize(
+    "images",
+    [torch.zeros(3, 8, 8), torch.zeros(2, 1, 8, 8), torch.zeros(2, 3, 8, 8).byte(), torch.zeros(2, 3, 0, 8)],
+)
 def test_images_are_checked(images):
     with pytest.raises(ValueError, match=r"images must be floating point of shape \(N, 3, H, W\), got"):
         MDEQ(SMALL)(images)

@@ -10,7 +10,7 @@ from torch import nn
 
 import equipoise as eq
 from equipoise import HyperAnderson, Stop
-from equipoise.tasks.hyper import FitSettings, Networks, NoEquilibriaError
+from equipoise.tasks.hyper import FitSettings, Networks
 from equipoise.train import loop
 from equipoise.train.alternate import Alternate, Alternation
 from equipoise.train.load import load
@@ -72,8 +72,16 @@ def test_training_alternates():
 def test_a_solver_goes_on_where_nothing_new_can_be_learned():
     deq = eq.DEQ(Cell(), engine="eager")
     hopeless = dataclasses.replace(SETTINGS, fit=FitSettings(unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1)))
-    with pytest.raises(NoEquilibriaError):  # it would be the plain iteration
-        Alternation(hopeless).before(2, deq, batch)
+    none = Alternation(hopeless)
+    with pytest.warns(
+        eq.EquilibriumWarning, match=r"step 2: no learned solver yet.*until step 5.*alternate\.fit\.accept"
+    ):
+        assert none.before(2, deq, batch)["steps"] == 0
+    again = Alternation(SETTINGS)
+    again.load_state_dict(none.state_dict())
+    assert [again.before(step, deq, batch) for step in (3, 4)] == [None, None]
+    assert not again.in_use
+    assert again.before(5, deq, batch)["steps"] == SETTINGS.first
     fitted = Alternation(SETTINGS)
     fitted.before(2, deq, batch)
     alternation = Alternation(hopeless, fitted.solver)

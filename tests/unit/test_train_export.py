@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import equipoise
+from equipoise import HyperAnderson
+from equipoise._module import solutions_of
 from equipoise.generate import sample_text
+from equipoise.solvers import load_solver, save_solver
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.evaluate import evaluate_run, write_scores
 from equipoise.train.export import export
@@ -73,6 +76,25 @@ def test_classes_have_a_line_of_their_own(run, tmp_path):
     card = (export(copied, tmp_path / "small") / "README.md").read_text()
     assert "| test | 4 | miou 0.5 | – |" in card
     assert "IoU by class, test, steps 4: road 0.75, sky 0.25." in card
+
+
+def test_a_learned_solver_goes_along_if_it_is_one_of_these_weights(run, tmp_path):
+    copied = tmp_path / "run"
+    shutil.copytree(run, copied)
+    model = equipoise.load(copied)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with solutions_of(model) as solutions:
+        model(tokens)
+    ((solution, _),) = solutions
+    solver = HyperAnderson.for_sequence(solution.value.shape[-1], None)
+    save_solver(solver, copied / "hyper" / "solver.safetensors", model)
+    folder = export(copied, tmp_path / "small")
+    handed_on = load_solver(folder, equipoise.load(folder))
+    assert handed_on.config == solver.config
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    save_solver(solver, copied / "hyper" / "solver.safetensors", model)
+    assert not (export(copied, tmp_path / "other") / "hyper").exists()
 
 
 def test_what_stands_in_the_way_is_left_alone(run, tmp_path):
