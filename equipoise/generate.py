@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
-from equipoise._module import override
+from equipoise._module import deqs_in, override
 from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
-from equipoise.solvers import named_solver
 from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config
 from equipoise.train.schedule import keyed_uniform
 
@@ -148,6 +147,7 @@ def sample_texts(
     device: torch.device | str = "cpu",
     solver: str | None = None,
     force: bool = False,
+    guard: bool = False,
 ) -> Iterator[tuple[str, ...]]:
     """Texts that a trained model goes on with, side by side and piece by piece; the prompt first.
 
@@ -161,6 +161,7 @@ def sample_texts(
         device: Where to compute.
         solver: Name of a solver to use instead of the model's; `hyper:PATH` is a learned one.
         force: Take a learned solver of another model too.
+        guard: Hand systems that the solver leaves unsolved to Anderson.
     """
     require_count("sample_texts", "samples", samples)
     require_count("sample_texts", "length", length, low=0)
@@ -169,7 +170,7 @@ def sample_texts(
     folder, vocabulary = find_checkpoint(run), _vocabulary(Path(run))
     model, precision = load(folder, device), autocast_of(read_config(folder), device)
     # Sought before anything is shown.
-    by = nullcontext() if solver is None else override(model, solver=named_solver(solver, model, force=force))
+    by = _solving(model, folder, solver, force=force, guard=guard)
     given = vocabulary.encode(prompt).tolist()
     texts = [_Transcript(vocabulary, given, stop) for _ in range(samples)]
     yield tuple(text.shown for text in texts)
@@ -197,11 +198,25 @@ def sample_text(
     device: torch.device | str = "cpu",
     solver: str | None = None,
     force: bool = False,
+    guard: bool = False,
 ) -> Iterator[str]:
     """A text that a trained model goes on with, piece by piece; the arguments are those of `sample_texts`."""
-    options: dict[str, Any] = {"stop": stop, "device": device, "solver": solver, "force": force}
+    options: dict[str, Any] = {"stop": stop, "device": device, "solver": solver, "force": force, "guard": guard}
     for (piece,) in sample_texts(run, prompt, length, sampling, **options):
         yield piece
+
+
+def _solving(
+    model: nn.Module, folder: Path, solver: str | None, *, force: bool, guard: bool
+) -> AbstractContextManager[Any]:
+    """A context in which a model solves by what was asked for."""
+    if solver is None and not guard:
+        return nullcontext()
+    from equipoise.train.evaluate import chosen_solver
+
+    if not deqs_in(model):
+        raise ValueError(f"{folder}: the model has no equilibrium, so there is no solver to set.")
+    return override(model, solver=chosen_solver(model, solver, force=force, guard=guard))
 
 
 def _vocabulary(run: Path) -> Vocabulary:

@@ -61,17 +61,19 @@ class Sample:
         low: The lower quartile.
         high: The upper quartile.
         rounds: How many there were.
+        mean: Over the rounds; not a number where it was not taken.
     """
 
     median: float
     low: float
     high: float
     rounds: int
+    mean: float = math.nan
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Sample":
         low, median, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-        return cls(median, low, high, len(values))
+        return cls(median, low, high, len(values), statistics.fmean(values))
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ def evaluate(
             "between, with --pareto."
         ),
     ] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Hand systems that the solver leaves unsolved to Anderson.")
+    ] = False,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Metric and time per batch of several solvers: RUN/pareto.json.")
     ] = False,
@@ -57,6 +60,7 @@ def evaluate(
     """
     if pareto:
         refuse({"--sweep": sweep, "--pictures": pictures}, "--pareto scores after --steps, 1 to 12 by default")
+        refuse({"--guard": guard or None}, "--pareto counts the steps of one solver, and a guard takes more of them")
         from equipoise.train.pareto import pareto_run
 
         names = (solver or f"anderson,hyper:{run}").split(",")
@@ -77,7 +81,8 @@ def evaluate(
     given: dict[str, Any] = {"which": which, "changes": changes or ()}
     opened = open_run(run, split, data_dir, **given) if pictures else None
     drawn = [str(file) for file in write_pictures(run, count=pictures, split=split, opened=opened)] if pictures else []
-    record = score_run(run, split, steps, data_dir, sweep=points, solver=solver, force=force, opened=opened, **given)
+    by: dict[str, Any] = {"solver": solver, "force": force, "guard": guard}
+    record = score_run(run, split, steps, data_dir, sweep=points, opened=opened, **by, **given)
     path = None
     try:
         path = write_scores(run, record)
@@ -130,9 +135,28 @@ def _show_pareto(record: dict[str, Any]) -> None:
     rows = [[_short(point[column]) for column in columns] for point in record["points"]]
     table(columns, rows, f"{record['checkpoint']}, {record['split']}, {record['metric']}")
     for name, found in record["speedup"].items():
-        if found["mean"] is not None and name != record["reference"]:
+        if name == record["reference"]:
+            continue
+        if found["mean"] is not None:
             print(f"{name}: {found['mean']:.2f} times as fast as {record['reference']} at {found['target']:.6g}")
+        else:
+            print(_not_reached(record, name, found))
     print(f"written: {Path(record['run']) / 'pareto.json'}")
+
+
+def _not_reached(record: dict[str, Any], name: str, found: dict[str, Any]) -> str:
+    """That a solver, or some of its seeds, have no speed-up."""
+    seeds, lacking = len(found["values"]), found["values"].count(None)
+    who = f"{name}: " if seeds == 1 else f"{name}: {lacking} of {seeds} seeds "
+    does = "does not" if 1 in (seeds, lacking) else "do not"
+    most = max(point["steps"] for point in record["points"] if point["solver"] == name and point["steps"] is not None)
+    target = f"{record['metric']} {found['target']:.6g}"
+    after = f"{record['reference']} after {_steps(record['at'])}, within half a percent"
+    return f"{who}{does} reach {target} ({after}) in {_steps(most)}"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
 
 
 def _short(value: Any) -> Any:

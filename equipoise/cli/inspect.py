@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from equipoise.cli.options import AsJson, DataDir, RunFolder, Split, Which
+from equipoise.cli.options import AsJson, DataDir, Force, RunFolder, Split, Which
 from equipoise.cli.output import show, size, table
 
 _MARKS = (1, 2, 5, 10, 15, 20, 30, 40, 50)  # steps at which residuals are printed
@@ -16,6 +16,11 @@ def inspect(
     split: Split = "valid",
     batches: Annotated[int, typer.Option(help="Batches of the split to solve.")] = 2,
     depths: Annotated[str, typer.Option(help="Layers of the explicit twins to compare with.")] = "1,2,4,8,16,30",
+    solver: Annotated[
+        str | None,
+        typer.Option(help="Solve held-out data by this one instead of the model's; hyper:PATH is a learned one."),
+    ] = None,
+    force: Force = False,
     which: Which = "best",
     data_dir: DataDir = None,
     as_json: AsJson = False,
@@ -23,9 +28,9 @@ def inspect(
     """Look into a trained model: RUN/inspect.json.
 
     The file is what `equipoise plot` draws from. On held-out data: the spectral radius at the equilibrium, residuals
-    against steps for three solvers, steps needed and failures. For a training step: the gradient against a tight solve,
-    memory (graph, solver history, parameters, gradients) and time, beside explicit twins of several depths. Models
-    without an equilibrium are measured for memory and time.
+    against steps for three solvers and that of --solver, steps needed and failures. For a training step: the gradient
+    against a tight solve, memory (graph, solver history, parameters, gradients) and time, beside explicit twins of
+    several depths. Models without an equilibrium are measured for memory and time.
     """
     from equipoise.train.checkpoint import check_writable
     from equipoise.train.inspection import inspect_run, write_inspection
@@ -34,7 +39,8 @@ def inspect(
     layers = _depths(depths)
     find_checkpoint(run, which)
     check_writable(run)  # before the work, not after it
-    record = inspect_run(run, split=split, batches=batches, depths=layers, data_dir=data_dir, which=which, say=_say)
+    options: dict[str, Any] = {"data_dir": data_dir, "which": which, "solver": solver, "force": force, "say": _say}
+    record = inspect_run(run, split=split, batches=batches, depths=layers, **options)
     path = write_inspection(run, record)
     if as_json:
         show(record, True)

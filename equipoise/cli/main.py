@@ -3,7 +3,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 try:
     import typer
@@ -101,6 +101,9 @@ def generate(
     solver: Annotated[
         str | None, typer.Option(help="Solve by this one instead of the model's; hyper:PATH is a learned one.")
     ] = None,
+    guard: Annotated[
+        bool, typer.Option("--guard", help="Hand systems that the solver leaves unsolved to Anderson.")
+    ] = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -112,7 +115,8 @@ def generate(
 
     texts = [""] * samples
     sampling = Sampling(temperature, top_k, top_p, seed)
-    for pieces in sample_texts(run, prompt, length, sampling, samples=samples, stop=stop, solver=solver, force=force):
+    options: dict[str, Any] = {"stop": stop, "solver": solver, "force": force, "guard": guard}
+    for pieces in sample_texts(run, prompt, length, sampling, samples=samples, **options):
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         if samples == 1 and not as_json:
             print(pieces[0], end="", flush=True)

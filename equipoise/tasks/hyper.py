@@ -509,12 +509,13 @@ def fit_run(
     Returns:
         A record: files, settings, seconds, parameters, and first and last values of the log.
     """
-    from equipoise.train.load import open_run
+    from equipoise.train.load import open_run, require_equilibrium
 
     folder = Path(out) if out is not None else Path(run) / "hyper"
     if (folder / FILE).exists() and not force:
         raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
     opened = open_run(run, "valid", data_dir, which=which, changes=changes, inputs=inputs)
+    require_equilibrium(opened, "so there is no solver to fit")
     solver = load_solver(finetune, device=opened.device) if finetune is not None else None
     if solver is not None:
         recipe.solver.require_of(solver)

@@ -253,7 +253,8 @@ def run_jobs(
 ) -> tuple[dict[str, str], str | None]:
     """Train and score those that are not done, each in a process of its own.
 
-    A signal to this process, or its end, lets them save and end.
+    Their data are looked for first: what is missing raises here, before anything is begun or written. A signal to this
+    process, or its end, lets them save and end.
 
     Args:
         jobs: Of `make_jobs`.
@@ -266,6 +267,7 @@ def run_jobs(
     """
     require_count("run_jobs", "at_once", at_once)
     waiting = deque(job for job in jobs if job.result() is None)
+    _check_data(waiting, data_dir)
     for job in waiting:
         job.claim()
     say(f"{len(jobs)} runs, {len(jobs) - len(waiting)} of them done")
@@ -291,6 +293,13 @@ def run_jobs(
                 process.kill()
                 process.wait()
     return failed, stop.reason
+
+
+def _check_data(jobs: Iterable[Job], data_dir: str | None) -> None:
+    """Load the data of each task once, so that missing ones are said in one line and not by every job."""
+    tasks = {json.dumps(job.to_data()["recipe"]["task"], sort_keys=True): job for job in jobs}
+    for job in tasks.values():
+        job.recipe.make_task(data_dir).data()
 
 
 def _start(job: Job, at_once: int, data_dir: str | None) -> "subprocess.Popen[bytes]":

@@ -13,7 +13,7 @@ from torch import nn
 
 from equipoise._errors import unknown_name
 from equipoise._module import Plan, deqs_in, override
-from equipoise.solvers import named_solver
+from equipoise.solvers import Anderson, Ladder, Solver, named_solver
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
@@ -121,6 +121,7 @@ def score_run(
     sweep: Sweep | None = None,
     solver: str | None = None,
     force: bool = False,
+    guard: bool = False,
     which: str = "best",
     changes: Sequence[str] = (),
     opened: TrainedRun | None = None,
@@ -135,14 +136,15 @@ def score_run(
         sweep: Another setting to vary, instead of `steps`.
         solver: Name of a solver to use instead of the model's; `hyper:PATH` is a learned one.
         force: Take a learned solver of another model too.
+        guard: Hand systems that the solver leaves unsolved to Anderson.
         which: Of a run: "best" or "latest" checkpoint.
         changes: Of the task's settings, e.g. `task.eval_batch_size=1`.
         opened: The run, if it has been loaded already.
 
     Returns:
-        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `sweep`, `changes`), `results` with
-        for each point the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`, and the
-        environment.
+        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `guard`, `sweep`, `changes`),
+        `results` with for each point the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`,
+        and the environment.
     """
     if steps and sweep:
         raise ValueError(f"steps are a sweep of {BUDGET}; give either them or the sweep of {sweep.key}.")
@@ -150,19 +152,24 @@ def score_run(
         sweep = Sweep("stop", "max_steps", tuple(steps))
     opened = opened or open_run(run, split, data_dir, which=which, changes=changes)
     deqs = deqs_in(opened.model)
-    if (sweep or solver) and not deqs:
+    if (sweep or solver or guard) and not deqs:
         raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
+    if sweep and sweep.part == "solver" and guard:
+        raise ValueError(
+            f"sweep: {sweep.key} cannot be varied with a guard, which is a solver of two stages; leave out one of them."
+        )
     opened.task.metrics()  # imports what the first score would else be charged for
-    by = named_solver(solver, opened.model, force=force) if solver else None
+    by = chosen_solver(opened.model, solver, force=force, guard=guard)
     with override(opened.model, solver=by) if by is not None else contextlib.nullcontext():
         results = [_point(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
-        used = type(plan_of(opened.model).solver).__name__ if deqs else None
+        used = _described(plan_of(opened.model).solver) if deqs else None
     return {
         "run": str(run),
         "checkpoint": str(opened.folder),
         "split": split,
         "metric": opened.task.score,
         "solver": used,
+        "guard": guard,
         "sweep": sweep.key if sweep else None,
         "changes": list(changes),
         "results": results,
@@ -170,6 +177,34 @@ def score_run(
         "data": opened.splits.info,
         "environment": environment(),
     }
+
+
+def chosen_solver(model: nn.Module, name: str | None, *, force: bool = False, guard: bool = False) -> Solver | None:
+    """The solver that options ask for; None to leave the model its own.
+
+    Args:
+        model: What it is to solve for; it has equilibria.
+        name: A registered name or `hyper:PATH`; None for the model's own solver in evaluations.
+        force: Take a learned solver of another model too.
+        guard: Hand systems that it leaves unsolved to Anderson.
+    """
+    found = None if name is None else named_solver(name, model, force=force)
+    if not guard:
+        return found
+    first = plan_of(model).solver if found is None else found
+    if isinstance(first, Ladder):
+        raise ValueError(
+            "guard: a Ladder hands on what it leaves unsolved already; leave out --guard, or give another solver, e.g. "
+            "--solver anderson."
+        )
+    return Ladder((first, Anderson()))
+
+
+def _described(solver: Solver) -> str:
+    """The kind of a solver, of a guarded one with its stages."""
+    stages = solver.stages if isinstance(solver, Ladder) else ()
+    name = type(solver).__name__
+    return f"{name} ({', '.join(type(stage).__name__ for stage in stages)})" if stages else name
 
 
 def _shown(values: Sequence[Any]) -> Sequence[Any]:

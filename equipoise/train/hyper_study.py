@@ -28,10 +28,10 @@ from equipoise.tasks.hyper import LOG, FitSettings, HyperRecipe, Pool, fit_opene
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.config import ConfigError, from_data, to_data
 from equipoise.train.hyper_summary import concluded, markdown
-from equipoise.train.load import TrainedRun, home_of, load, open_run
+from equipoise.train.load import TrainedRun, home_of, load, open_run, require_equilibrium
 from equipoise.train.loop import LOG as METRICS
 from equipoise.train.pareto import FILE as PARETO
-from equipoise.train.pareto import LEARNED, curves, pareto_opened
+from equipoise.train.pareto import LEARNED, curves, pareto_opened, require_same_data
 from equipoise.train.scoring import Scoring, engine_of
 from equipoise.train.tracking import environment, plain, read_metrics, write_json
 
@@ -67,7 +67,7 @@ class Measuring:
     at: int = 12
     most: int | None = None
     rounds: int = 40
-    warmup: int = 5
+    warmup: int = 20
 
     def __post_init__(self) -> None:
         for steps in self.budgets:
@@ -116,7 +116,9 @@ def study_run(
     if seconds is not None:
         require_number("hyper", "seconds", seconds, low=0.0, open_low=True)
     opened = open_run(run, measuring.split, data_dir, which=which, changes=changes)
-    # A wrong one is refused before any work.
+    # Wrong ones are refused before any work.
+    require_equilibrium(opened, "so there is no solver to fit")
+    require_same_data(opened, beside, data_dir)
     others = {Path(other).name: load(other, opened.device) for other in beside}
     check_writable(out)
     if opened.device.type != "cuda":

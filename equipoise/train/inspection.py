@@ -6,7 +6,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count
 from equipoise._fixed_point import solve
-from equipoise._module import DEQ, Plan, deqs_in, solutions_of
+from equipoise._module import DEQ, Plan, deqs_in, override, solutions_of
 from equipoise._solution import EquilibriumWarning, Solution, Status
 from equipoise._stop import Stop
 from equipoise._tree import Tree, tree_tensors
@@ -24,6 +24,8 @@ from equipoise.adjoints import Implicit
 from equipoise.diagnostics import audit_gradient, memory_report, spectral_radius
 from equipoise.diagnostics.resolutions import resolution_curves
 from equipoise.penalties import jacobian_penalty
+from equipoise.solvers import Ladder, Solver, as_solver, named_solver
+from equipoise.solvers._hyper_file import PREFIX
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.load import TrainedRun, open_run
 from equipoise.train.recipe import Recipe
@@ -48,6 +50,8 @@ def inspect_run(
     depths: Sequence[int] = DEPTHS,
     data_dir: str | None = None,
     which: str = "best",
+    solver: str | None = None,
+    force: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Measure a trained model in the precision of its training; what does not apply to it is None or empty.
@@ -62,6 +66,9 @@ def inspect_run(
         depths: Layers of the explicit twins whose memory and time are measured beside the model's.
         data_dir: Where data files are.
         which: Of a run: "best" or "latest" checkpoint.
+        solver: Name of a solver for the solves on held-out data, instead of the model's; `hyper:PATH` is a learned one.
+            Its residuals are followed too, beside those of the usual three. A training step stays as it was.
+        force: Take a learned solver of another model too.
         say: Told what is being measured.
 
     Returns:
@@ -76,12 +83,14 @@ def inspect_run(
         torch.manual_seed(0)
         say("loading model and data")
         opened = open_run(run, split, data_dir, which=which)
-        measured = _equilibrium(opened, split, batches, notes, say) | _training_step(opened, depths, notes, say)
+        by = None if solver is None else _chosen(opened, solver, force)
+        measured = _equilibrium(opened, split, batches, by, notes, say) | _training_step(opened, depths, notes, say)
     return {
         "run": str(run),
         "checkpoint": str(opened.folder),
         "split": split,
         "batches": batches,
+        "solver": solver,
         "model": opened.config["model"]["name"],
         "parameters": sum(p.numel() for p in opened.model.parameters()),
         "precision": opened.config.get("train", {}).get("precision", "no"),
@@ -116,6 +125,20 @@ def _noted(notes: list[str]) -> Iterator[None]:
             notes.append(str(warning.message))
 
 
+class _Chosen(NamedTuple):
+    """A solver that was asked for, and what its curve is called."""
+
+    name: str
+    solver: Solver
+
+
+def _chosen(opened: TrainedRun, name: str, force: bool) -> _Chosen:
+    if not deqs_in(opened.model):
+        raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no solver to set.")
+    found = named_solver(name, opened.model, force=force)
+    return _Chosen(PREFIX.removesuffix(":") if name.startswith(PREFIX) else name, found)
+
+
 class _Solved(NamedTuple):
     """A solve on held-out data: from where, by what plan, to what."""
 
@@ -144,7 +167,12 @@ def _watched(model: nn.Module) -> Iterator[list[_Solved]]:
 
 
 def _equilibrium(
-    opened: TrainedRun, split: str, batches: int, notes: list[str], say: Callable[[str], None]
+    opened: TrainedRun,
+    split: str,
+    batches: int,
+    chosen: _Chosen | None,
+    notes: list[str],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """What concerns the equilibrium, or nothing and a note."""
     nothing: dict[str, Any] = {"spectral_radius": None, "gradient": None, "convergence": {}, "resolutions": {}}
@@ -153,20 +181,24 @@ def _equilibrium(
         notes.append("The model has no equilibrium: only memory and time of a training step were measured.")
         return nothing
     say(f"solving {batches} batches of {split}")
-    solved = _solve_batches(opened, split, batches)
+    with nullcontext() if chosen is None else override(opened.model, solver=chosen.solver):
+        solved = _solve_batches(opened, split, batches)
     say("spectral radius at the equilibrium")
     radius = torch.cat([_radius(item.solution) for item in solved]).tolist()
     say("gradient against a tight solve")
     gradient = _gradient(opened, notes)
     convergence = {}
-    for name in SOLVERS:
+    followed = {name: as_solver(name) for name in SOLVERS}
+    if chosen is not None:
+        followed[chosen.name] = chosen.solver
+    for name, solver in followed.items():
         say(f"convergence of {name}")
-        convergence[name] = _convergence(solved, name)
+        convergence[name] = _convergence(solved, solver)
     return {
         "spectral_radius": {"values": radius, "median": statistics.median(radius), "max": max(radius)},
         "gradient": gradient,
         "convergence": convergence,
-        "resolutions": _resolutions(solved[0]),
+        "resolutions": _resolutions(solved[0], notes),
         "steps": _steps(solved),
     }
 
@@ -225,7 +257,7 @@ def _gradient(opened: TrainedRun, notes: list[str]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _convergence(solved: Iterable[_Solved], solver: str) -> dict[str, list[float]]:
+def _convergence(solved: Iterable[_Solved], solver: Solver) -> dict[str, list[float]]:
     """Quantiles over all systems of the residual at each step; the lists end where one is not finite any more."""
     traces = []
     for start, plan, solution in solved:
@@ -245,11 +277,14 @@ def _convergence(solved: Iterable[_Solved], solver: str) -> dict[str, list[float
     return curves
 
 
-def _resolutions(first: _Solved) -> dict[str, dict[str, list[float]]]:
+def _resolutions(first: _Solved, notes: list[str]) -> dict[str, dict[str, list[float]]]:
     """The same for each resolution of an image model, by the solver of the plan, on the first batch."""
     problem = first.solution.problem
     assert problem is not None
     if len(problem.spec.shapes) < 2:
+        return {}
+    if isinstance(first.plan.solver, Ladder):
+        notes.append("A Ladder keeps no iterates, so residuals of each resolution were not followed.")
         return {}
     steps = min(max(first.plan.stop.max_steps, _TRACE[0]), _TRACE[1])
     return resolution_curves(problem, first.start, first.plan.solver, steps)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from equipoise._errors import unknown_name
+from equipoise._module import deqs_in
 from equipoise.models import create_model
 from equipoise.tasks import Splits, Task
 from equipoise.train.checkpoint import CONFIG, MODEL, CheckpointError, latest_checkpoint, load_checkpoint, read_best
@@ -229,6 +230,20 @@ def open_run(
         raise unknown_name("split", split, splits.held_out)
     _check_artifacts(folder, config, task)
     return TrainedRun(folder, config, task, splits, model, place)
+
+
+def require_equilibrium(opened: TrainedRun, so: str) -> None:
+    """Raise if a run's model has no equilibrium.
+
+    Args:
+        opened: The run.
+        so: What follows, for the message.
+    """
+    if not deqs_in(opened.model):
+        raise ValueError(
+            f"{opened.folder}: the model ({opened.config['model']['name']}) has no equilibrium, {so}; give the run of "
+            "a DEQ."
+        )
 
 
 def _check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> None:

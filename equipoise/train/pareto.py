@@ -25,7 +25,8 @@ from equipoise.solvers._hyper_file import PREFIX
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import Forward, call_model, evaluating
 from equipoise.tasks.hyper import forward_of
-from equipoise.train.load import TrainedRun, load, open_run
+from equipoise.train.config import to_data
+from equipoise.train.load import TrainedRun, find_checkpoint, load, open_run, read_config, require_equilibrium
 from equipoise.train.scoring import Scoring
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
@@ -34,6 +35,8 @@ LEARNED = "hyper"
 TOLERANCE = 5e-3  # a metric so much worse still counts as equal
 FEWEST_CALLS = 2  # before the timing: a shape is recorded when it comes again
 MOST_RECORDINGS = 8  # calls after those, until one records nothing
+OF_DATA = ("name", "data", "corpus", "tokens")  # settings of a task by which runs have the same data
+OF_SIZE = ("num_classes", "in_channels", "vocab_size")  # likewise of a model
 IN_A_ROW = 8  # batches that a device is given at once, as they come in use: the host prepares the next one meanwhile
 
 Score = Callable[[nn.Module, Sequence[Any]], Mapping[str, float]]
@@ -54,16 +57,17 @@ def pareto(
     forward: Forward | None = None,
     others: Mapping[str, nn.Module] | None = None,
     select: str = "last",
-    warmup: int = 5,
+    warmup: int = 20,
     rounds: int = 40,
     each: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure how good a model is, and how long a batch takes, with each solver after each number of steps.
 
     All is done in eval mode. Every candidate is scored first, so that all has been run many times before it is timed.
-    Then candidates are timed in turns, each by its median, the device idle before and after: the whole of `forward` as
-    one CUDA graph where that can be (`CapturedForward`), elsewhere with solves by the engine the model has. A device
-    gets several batches in a row, so that its time counts and not the host's; that of a batch alone is taken too.
+    Then candidates are timed in turns, each by its median and its mean, the device idle before and after: the whole of
+    `forward` as one CUDA graph where that can be (`CapturedForward`), elsewhere with solves by the engine the model
+    has. A device gets several batches in a row, so that its time counts and not the host's; that of a batch alone is
+    taken too.
     Learned solvers that differ in nothing but weights take turns in one recording, and share its time: they do the
     same work.
 
@@ -85,9 +89,10 @@ def pareto(
         each: Gets the record after each number of steps, as far as it goes, e.g. to write it.
 
     Returns:
-        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds per batch (`ms`; `ms_alone`), the
-        residual, the `engine` that was timed ("graph", "captured", "eager" or "mixed") and why it was not one graph
-        (`no_graph`); `missing`, the numbers of steps that are still to be measured; `speedup` by solver.
+        Plain values: `points` with solver, seed, steps, metric, loss, milliseconds per batch (`ms`, the median;
+        `ms_mean`; `ms_alone`), the residual, the `engine` that was timed ("graph", "captured", "eager" or "mixed") and
+        why it was not one graph (`no_graph`); `missing`, the numbers of steps that are still to be measured; `speedup`
+        by solver.
     """
     kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given)]
     reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
@@ -307,7 +312,8 @@ def _repeat(work: Callable[[], Any], times: int) -> None:
 
 
 def _milliseconds(sample: Sample) -> dict[str, float]:
-    return {"ms": 1e3 * sample.median, "ms_low": 1e3 * sample.low, "ms_high": 1e3 * sample.high}
+    parts = {"ms": sample.median, "ms_mean": sample.mean, "ms_low": sample.low, "ms_high": sample.high}
+    return {name: 1e3 * seconds for name, seconds in parts.items()}
 
 
 # Conclusions
@@ -447,6 +453,8 @@ def pareto_run(
         **options: Of `pareto`.
     """
     opened = open_run(run, split, data_dir, which=which, changes=changes)
+    require_equilibrium(opened, "so there are no solvers to compare")
+    require_same_data(opened, beside, data_dir)
     chosen: dict[str, Any] = {}
     for name in solvers:
         made = named_solver(name, opened.model, force=force)
@@ -460,6 +468,42 @@ def pareto_run(
 
     options |= {"others": others, "at": at, "each": keep}
     return {**head, **pareto_opened(opened, chosen, budgets, split=split, most=most, **options)}
+
+
+def require_same_data(opened: TrainedRun, beside: Sequence[str | Path], data_dir: str | None = None) -> None:
+    """Raise if other runs have another task, other data or other classes, so that no metric can be compared.
+
+    Args:
+        opened: The run they are to be put beside.
+        beside: Folders of the others.
+        data_dir: Where data files are.
+    """
+    task, model = {"name": opened.task.name, **to_data(opened.task.config)}, opened.config["model"]
+    for other in beside:
+        config = read_config(find_checkpoint(other))
+        tasks, models = (task, config.get("task", {})), (model, config["model"])
+        differ = [(f"task.{key}", *(one.get(key) for one in tasks)) for key in OF_DATA]
+        differ = [(key, ours, theirs) for key, ours, theirs in differ if not _same_data(ours, theirs, data_dir)]
+        for key in OF_SIZE:
+            sizes = [one[key] for one in models if key in one]
+            if len(set(sizes)) > 1:
+                differ.append((f"model.{key}", *sizes))
+        if differ:
+            said = ", ".join(f"{key} is {here!r} here and {there!r} there" for key, here, there in differ)
+            raise ValueError(
+                f"{other} cannot be put beside {opened.folder}: {said}; give a run on the same task and data."
+            )
+
+
+def _same_data(ours: Any, theirs: Any, data_dir: str | None) -> bool:
+    """Whether two names of data are the same, or of the same folder."""
+    if ours == theirs:
+        return True
+    if not (isinstance(ours, str) and isinstance(theirs, str)):
+        return False
+    root = Path(data_dir or ".")
+    places = [{path.resolve() for path in (Path(name), root / name) if path.is_dir()} for name in (ours, theirs)]
+    return bool(places[0] & places[1])
 
 
 def pareto_opened(

@@ -101,6 +101,17 @@ class Failed:
         return self.returncode
 
 
+def test_missing_data_end_it_before_any_job(file, tmp_path, run_main, monkeypatch):
+    monkeypatch.setattr(ablation, "_start", lambda *_: pytest.fail("nothing should be begun"))
+    task = 'task={name="classification", data="cifar10"}'
+    (tmp_path / "data").mkdir()
+    options = ("--out", tmp_path / "out", "--data-dir", tmp_path / "data", "--set", task)
+    code, shown, error = run_main("ablate", file, *options)
+    assert (code, shown) == (2, "")
+    assert str(tmp_path / "data") in one_line(error)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -6,6 +6,11 @@ import shutil
 
 import pytest
 
+from equipoise import Anderson, Ladder, override
+from equipoise.cli.evaluate import _show_pareto
+from equipoise.generate import Sampling, sample_text
+from equipoise.train.evaluate import score
+from equipoise.train.load import open_run
 from equipoise.train.tracking import read_metrics
 from tests.cli.program import invoke, one_line
 
@@ -51,6 +56,24 @@ def test_a_sweep_with_another_solver(copy_run):
     assert [line.split()[0] for line in lines[1:4]] == ["stop.rtol", "0.1", "0.01"]
 
 
+def test_unsolved_systems_are_handed_to_anderson(copy_run):
+    """Two plain steps solve nothing, so that Anderson takes as many again, from where they ended."""
+    options = ("--solver", "picard", "--steps", 2, "--json")
+    plain = json.loads(invoke("evaluate", copy_run, *options).stdout)
+    record = json.loads(invoke("evaluate", copy_run, *options, "--guard").stdout)
+    assert (plain["guard"], plain["solver"]) == (False, "Picard")
+    assert (record["guard"], record["solver"]) == (True, "Ladder (Picard, Anderson)")
+    (before,), (after,) = plain["results"], record["results"]
+    assert after["solve"]["nfe"] == 2 * before["solve"]["nfe"]
+    assert after["solve"]["residual_p95"] < before["solve"]["residual_p95"]
+    opened = open_run(copy_run, "valid", device="cpu")
+    with override(opened.model, solver=Ladder((Anderson(), Anderson()))):
+        truth = score(opened, "valid")
+    own = json.loads(invoke("evaluate", copy_run, "--guard", "--json").stdout)
+    assert own["solver"] == "Ladder (Anderson, Anderson)"
+    assert own["results"][0]["loss"] == pytest.approx(truth["loss"], rel=1e-5)
+
+
 def test_scores_are_kept(copy_run, tmp_path):
     out = shutil.copytree(copy_run, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
     record = json.loads(invoke("evaluate", out, "--json").stdout)
@@ -85,6 +108,9 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
         (("--solver", "anderson,picard"), "--solver anderson,picard names several, which --pareto compares"),
         (("--pareto", "--sweep", "stop.rtol=1e-2"), "--sweep cannot be used here: --pareto scores after --steps"),
         (("--pareto", "--pictures", "2"), "--pictures cannot be used here"),
+        (("--pareto", "--guard"), "--guard cannot be used here: --pareto counts the steps of one solver"),
+        (("--guard", "--solver", "ladder"), "a Ladder hands on what it leaves unsolved already"),
+        (("--guard", "--sweep", "solver.memory=2,3"), "solver.memory cannot be varied with a guard"),
         (("--beside", "other"), "--beside cannot be used here: it is a point of --pareto"),
         (("--which", "lates"), "did you mean 'latest'"),
     ],
@@ -129,7 +155,33 @@ def test_data_that_are_gone_are_named(text_run, tmp_path, run_main):
         assert str(tmp_path / "mine") in error
 
 
+def test_a_solver_that_does_not_reach_the_metric_is_said_so(capsys):
+    def point(solver, seed, steps):
+        return {"solver": solver, "seed": seed, "steps": steps, "metric": 0.8, "ms": 1.0, "residual": 0.1}
+
+    points = [point("anderson", 0, 12), point("picard", 0, 1), *(point("hyper", seed, 6) for seed in range(3))]
+    missed = {"target": 0.865, "mean": None}
+    record = {"points": points, "reference": "anderson", "at": 12, "metric": "accuracy", "split": "valid"}
+    record |= {"checkpoint": "c", "run": "r", "speedup": {"anderson": {"target": 0.865, "values": [1.0], "mean": 1.0}}}
+    record["speedup"] |= {"picard": {**missed, "values": [None]}, "hyper": {**missed, "values": [None, 2.0, None]}}
+    _show_pareto(record)
+    target = "reach accuracy 0.865 (anderson after 12 steps, within half a percent)"
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-3:-1] == [f"picard: does not {target} in 1 step", f"hyper: 2 of 3 seeds do not {target} in 6 steps"]
+
+
 # Generation
+
+
+def test_text_by_a_guarded_solver(text_run):
+    def text(**options):
+        return "".join(sample_text(text_run, "a", 6, Sampling(temperature=0), **options))
+
+    assert len(text(solver="picard", guard=True)) == len(text(guard=True)) == 7
+    shown = invoke("generate", text_run, "--length", 7, "--seed", 1, "--solver", "picard", "--guard", "--json").stdout
+    assert json.loads(shown)["texts"]
+    with pytest.raises(ValueError, match="a Ladder hands on"):
+        text(solver="ladder", guard=True)
 
 
 def test_text_is_generated(text_run):

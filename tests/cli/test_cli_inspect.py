@@ -92,9 +92,41 @@ def test_a_model_without_an_equilibrium_is_said_to_be_one(tmp_path):
     assert "spectral" not in shown
 
 
+def test_another_solver_and_a_learned_one(run, tmp_path, run_main):
+    record = json.loads(invoke(run, "--depths", "1", "--batches", 1, "--solver", "picard", "--json"))
+    assert (record["solver"], record["steps"]["solver"]) == ("picard", "Picard")
+    assert set(record["convergence"]) == {"picard", "anderson", "broyden"}
+    quick = ("fit.unroll=3", "fit.accept=0.9", "solver.hidden=4", "solver.width=4")
+    fit = ["hyper", run, "--steps", 2, *(word for one in quick for word in ("--set", one))]
+    assert CliRunner().invoke(cli.app, list(map(str, fit)), catch_exceptions=False).exit_code == 0
+    record = json.loads(invoke(run, "--depths", "1", "--batches", 1, "--solver", f"hyper:{run}", "--json"))
+    assert (record["solver"], record["steps"]["solver"]) == (f"hyper:{run}", "HyperAnderson")
+    curves = record["convergence"]
+    assert list(curves) == ["picard", "anderson", "broyden", "hyper"]
+    assert len(curves["hyper"]["median"]) == len(curves["anderson"]["median"])
+    draw("convergence", [run], tmp_path / "figures")
+    drawn = (tmp_path / "figures" / "convergence.csv").read_text().splitlines()
+    assert any(",hyper," in line for line in drawn)
+    other = tmp_path / "other"
+    train(recipe(COPY, "train.steps=1"), other)
+    code, _, error = run_main("inspect", other, "--solver", f"hyper:{run}")
+    assert code == 2
+    assert "was fitted to another model" in error
+    assert not (other / "inspect.json").exists()
+
+
+def test_without_an_equilibrium_there_is_no_solver_to_set(tmp_path, run_main):
+    train(recipe(COPY, "model={name='gru_copy_memory', widths=[8]}", "train.steps=1"), tmp_path)
+    code, _, error = run_main("inspect", tmp_path, "--solver", "anderson")
+    assert code == 2
+    assert "the model has no equilibrium, so there is no solver to set" in error
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (("--solver", "andersn"), "did you mean 'anderson'"),
+        (("--solver", "hyper:nowhere"), "no learned solver at nowhere"),
         (("--split", "vlaid"), "unknown split 'vlaid'; did you mean 'valid'"),
         (("--depths", "1,x"), "--depths must be whole numbers with commas between, e.g. 1,8,30; got '1,x'"),
         (("--depths", "0"), "depths must be an integer of at least 1, got 0"),

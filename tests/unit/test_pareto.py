@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 import equipoise as eq
 from equipoise import Anderson, HyperAnderson, Picard
+from equipoise.bench.harness import Sample
 from equipoise.plots import FIGURES, LogError, draw, make_chart
+from equipoise.train.hyper_study import Measuring
 from equipoise.train.pareto import curves, pareto, speedups, steps_ahead, time_to_reach
 from tests.problems import scaled_weight
 from tests.unit.test_forward import taped  # noqa: F401
@@ -65,6 +67,7 @@ def test_points_of_every_solver_seed_and_number_of_steps():
     assert points[-1]["solver"] == "two layers"
     assert points[-1]["steps"] is None
     assert all(0 < p["ms_low"] <= p["ms"] <= p["ms_high"] for p in points)
+    assert all(p["ms_low"] <= p["ms_mean"] <= p["ms_high"] for p in points)
     assert all(p["ms_alone"] == p["ms"] for p in points)  # a CPU is its own host
     found = {(p["solver"], p["seed"], p["steps"]): p for p in points}
     for steps in (1, 3, 6):  # an unfitted solver is the plain iteration
@@ -77,6 +80,33 @@ def test_points_of_every_solver_seed_and_number_of_steps():
     assert model.training
     assert model.deq.plan.solver == Anderson()
     json.dumps(record)
+
+
+def test_the_mean_is_beside_the_median(monkeypatch):
+    monkeypatch.setattr(
+        "equipoise.train.pareto.in_turns", lambda works, *_, **__: dict.fromkeys(works, Sample.of(TIMES))
+    )
+    point = measure()[1]["points"][0]
+    assert (point["ms"], point["ms_mean"]) == pytest.approx((2.0, 4.0))
+
+
+TIMES = (1e-3, 2e-3, 9e-3)
+
+
+def test_there_are_twenty_calls_before_the_timing(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "equipoise.train.pareto.in_turns", lambda works, *_, **__: dict.fromkeys(works, Sample.of(TIMES))
+    )
+    options = {"score": lambda model, batches: {"size": 1.0}, "metric": "size"}
+
+    def forward(model, batch, carry):
+        calls.append(batch)
+        return model(batch)
+
+    pareto(Model(), [torch.randn(4, 6)], {"anderson": "anderson"}, (1,), forward=forward, **options)
+    assert len(calls) >= 20
+    assert Measuring().warmup == 20
 
 
 def test_seeds_of_one_form_share_a_recording_and_have_metrics_of_their_own():
