@@ -15,6 +15,7 @@ from equipoise._problem import StateSpec
 from equipoise.ops import HyperMemory
 from equipoise.ops.hyper import supports
 from equipoise.solvers import HyperConfig
+from equipoise.train.alternate import Alternate, Alternation
 from equipoise.train.captured_step import CapturedSteps
 from equipoise.train.optim import Clip, Stepper
 from tests.captured import assert_close, assert_falls_back, loss_of, recordings_of
@@ -224,18 +225,23 @@ def test_kernels_that_cannot_be_compiled_are_left_to_the_eager_engine(monkeypatc
 
 
 def test_a_learned_solver_is_known_by_its_tensors():
-    """A recorded step reads them where they were."""
+    """A recorded step reads them where they were; it also keeps the number of steps."""
     model, solver = nn.Linear(2, 2), eq.HyperAnderson.for_any(3)
+    learned = Alternation(Alternate(max_steps=2, most_steps=3), solver)
     stepper = Stepper(torch.optim.SGD(model.parameters(), 0.1), Clip().start())
     steps = CapturedSteps(None, model, stepper, None, torch.device("cpu"))
 
     def key():
         batch = types.SimpleNamespace(rows=Rows(0, 4, 4), x=torch.zeros(4))
-        return steps._key(batch, None, None, False, solver)
+        return steps._key(batch, None, None, False, learned)
 
     before = key()
     with torch.no_grad():
         solver.step.out.bias.add_(1.0)
+    assert key() == before
+    learned.grown = 1
+    assert key() != before
+    learned.grown = 0
     assert key() == before
     solver.step.out.bias = nn.Parameter(solver.step.out.bias.detach().clone())
     assert key() != before
