@@ -73,3 +73,44 @@ def one_line(error):
     assert error.count("\n") == 1
     assert "Traceback" not in error
     return error
+
+
+IMAGES = """
+[task]
+name = "{task}"
+data = "{data}"
+options = {{ size = 8, train_size = 24, test_size = 10 }}
+batch_size = 6
+eval_batch_size = 5
+
+[model]
+name = "{model}"
+{settings}
+
+[stop]
+rtol = 1e-3
+max_steps = 4
+
+[adjoint]
+name = "implicit"
+stop = {{ rtol = 0.0, max_steps = 3 }}
+
+[train]
+steps = 1
+log_every = 1
+evaluate_every = 1
+threads = 1
+"""
+DIGITS = {"task": "classification", "data": "digits", "model": "mdeq_digits"}
+DIGITS["settings"] = "channels = [8, 8]\nhead_channels = [2, 2]\nfinal_channels = 8"
+SHAPES = {"task": "segmentation", "data": "shapes", "model": "mdeq_shapes"}
+SHAPES["settings"] = "channels = [8, 8, 8]\nfinal_channels = 8"
+
+
+def trained_images(folder, **words):
+    """A run on images, of one step, with the words of `IMAGES` filled in."""
+    recipe = folder.with_suffix(".toml")
+    recipe.write_text(IMAGES.format(**words))
+    result = invoke("train", recipe, "--out", folder)
+    assert result.exit_code == 0, result.output
+    return folder

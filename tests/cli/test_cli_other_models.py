@@ -4,51 +4,16 @@ import json
 
 import pytest
 
-from tests.cli.program import invoke, one_line
+from tests.cli.program import DIGITS, IMAGES, SHAPES, invoke, one_line, trained_images
 
-IMAGES = """
-[task]
-name = "{task}"
-data = "{data}"
-options = {{ size = 8, train_size = 24, test_size = 10 }}
-batch_size = 6
-eval_batch_size = 5
-
-[model]
-name = "{model}"
-{settings}
-
-[stop]
-rtol = 1e-3
-max_steps = 4
-
-[adjoint]
-name = "implicit"
-stop = {{ rtol = 0.0, max_steps = 3 }}
-
-[train]
-steps = 1
-log_every = 1
-evaluate_every = 1
-threads = 1
-"""
-DIGITS = {"task": "classification", "data": "digits"}
-MDEQ = {**DIGITS, "model": "mdeq_digits", "settings": "channels = [8, 8]\nhead_channels = [2, 2]\nfinal_channels = 8"}
 RESNET = {**DIGITS, "model": "resnet_cifar_tiny", "settings": ""}
-SHAPES = {"task": "segmentation", "data": "shapes", "model": "mdeq_shapes"}
-SHAPES["settings"] = "channels = [8, 8, 8]\nfinal_channels = 8"
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Finished runs by name; not to be changed, but for what commands write."""
-    made = {}
-    for name, words in {"mdeq": MDEQ, "resnet": RESNET, "shapes": SHAPES}.items():
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "recipe.toml").write_text(IMAGES.format(**words))
-        assert invoke("train", folder / "recipe.toml", "--out", folder / name).exit_code == 0
-        made[name] = folder / name
-    return made
+    words = {"mdeq": DIGITS, "resnet": RESNET, "shapes": SHAPES}
+    return {name: trained_images(tmp_path_factory.mktemp(name) / name, **words[name]) for name in words}
 
 
 def test_resolutions_by_another_solver(runs):
@@ -98,7 +63,7 @@ def test_a_run_on_the_same_data_is_taken(runs):
 
 
 def test_settings_of_another_model_come_with_a_hint(tmp_path, run_main):
-    (tmp_path / "recipe.toml").write_text(IMAGES.format(**{**MDEQ, "settings": "channels_last = true"}))
+    (tmp_path / "recipe.toml").write_text(IMAGES.format(**{**DIGITS, "settings": "channels_last = true"}))
     options = ("--set", "model.name=resnet_cifar_tiny", "--out", tmp_path / "run")
     code, _, error = run_main("train", tmp_path / "recipe.toml", *options)
     assert code == 2

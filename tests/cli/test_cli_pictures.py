@@ -7,57 +7,19 @@ import sys
 
 import pytest
 
-from tests.cli.program import invoke, one_line
+from tests.cli.program import DIGITS, SHAPES, invoke, one_line, trained_images
 
 pytest.importorskip("matplotlib")
-
-IMAGES = """
-[task]
-name = "{task}"
-data = "{data}"
-options = {{ size = 8, train_size = 24, test_size = 10 }}
-batch_size = 6
-eval_batch_size = 5
-
-[model]
-name = "{model}"
-{settings}
-
-[stop]
-rtol = 1e-3
-max_steps = 4
-
-[adjoint]
-name = "implicit"
-stop = {{ rtol = 0.0, max_steps = 3 }}
-
-[train]
-steps = 1
-log_every = 1
-evaluate_every = 1
-threads = 1
-"""
-
-
-def trained(folder, **words):
-    (folder / "recipe.toml").write_text(IMAGES.format(**words))
-    result = invoke("train", folder / "recipe.toml", "--out", folder / "run")
-    assert result.exit_code == 0, result.output
-    return folder / "run"
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory):
-    settings = "channels = [8, 8]\nhead_channels = [2, 2]\nfinal_channels = 8"
-    words = {"task": "classification", "data": "digits", "model": "mdeq_digits", "settings": settings}
-    return trained(tmp_path_factory.mktemp("classes"), **words)
+    return trained_images(tmp_path_factory.mktemp("classes") / "run", **DIGITS)
 
 
 @pytest.fixture(scope="module")
 def masks(tmp_path_factory):
-    settings = "channels = [8, 8, 8]\nfinal_channels = 8"
-    words = {"task": "segmentation", "data": "shapes", "model": "mdeq_shapes", "settings": settings}
-    return trained(tmp_path_factory.mktemp("masks"), **words)
+    return trained_images(tmp_path_factory.mktemp("masks") / "run", **SHAPES)
 
 
 def test_pictures_are_drawn_beside_the_scores(masks):
