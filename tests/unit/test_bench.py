@@ -11,6 +11,7 @@ from equipoise.bench.harness import TINY, Check, Goal, Row, Sample, compared, co
 from equipoise.bench.report import measure
 
 CPU = torch.device("cpu")
+RIVALS = ("torchdeq", "optimistix", "torchdiffeq")  # whose results may miss a tolerance: that is what is looked at
 
 
 def timing(seconds):
@@ -99,7 +100,7 @@ def test_every_case_runs_and_finds_its_own_candidates_right(case, tmp_path):
     rows = run_case(case, tmp_path, shapes=[TINY], device="cpu", rounds=1)
     assert rows[0].checks
     for row in rows:
-        for candidate in row.values:
+        for candidate in (name for name in row.values if not name.endswith(RIVALS)):
             assert row.wrong(candidate) is None, (row.name, candidate, row.checks[candidate])
     written = json.loads((tmp_path / FILE).read_text())
     assert written[case] == json.loads(json.dumps([row.record() for row in rows]))
