@@ -5,12 +5,20 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def unknown_name(kind: str, given: object, known: Iterable[str]) -> ValueError:
+class UnknownNameError(ValueError):
+    """A name that is not in a registry or a list of choices; `kind` says of what."""
+
+    kind: str = ""
+
+
+def unknown_name(kind: str, given: object, known: Iterable[str]) -> UnknownNameError:
     """The error for a name that is not in a registry or a list of choices."""
     choices = sorted(known)
     near = difflib.get_close_matches(str(given), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
-    return ValueError(f"unknown {kind} {given!r}{hint} Known: {', '.join(choices)}.")
+    error = UnknownNameError(f"unknown {kind} {given!r}{hint} Known: {', '.join(choices)}.")
+    error.kind = kind
+    return error
 
 
 def require_number(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
-from equipoise._module import deqs_in, override
+from equipoise._module import override
 from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
-from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config
+from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config, require_equilibrium
 from equipoise.train.schedule import keyed_uniform
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
@@ -214,8 +214,7 @@ def _solving(
         return nullcontext()
     from equipoise.train.evaluate import chosen_solver
 
-    if not deqs_in(model):
-        raise ValueError(f"{folder}: the model has no equilibrium, so there is no solver to set.")
+    require_equilibrium(model, folder, "so there is no solver to set")
     return override(model, solver=chosen_solver(model, solver, force=force, guard=guard))
 
 

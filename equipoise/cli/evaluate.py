@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from equipoise.cli.options import AsJson, DataDir, Force, RunFolder, Split, Which, refuse
+from equipoise.cli.options import AsJson, DataDir, Force, Guard, RunFolder, Split, Which, refuse
 from equipoise.cli.output import plots_or_exit, show, table, warn
 
 IOU = "iou_"
@@ -30,9 +30,7 @@ def evaluate(
             "between, with --pareto."
         ),
     ] = None,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Hand systems that the solver leaves unsolved to Anderson.")
-    ] = False,
+    guard: Guard = False,
     pareto: Annotated[
         bool, typer.Option("--pareto", help="Metric and time per batch of several solvers: RUN/pareto.json.")
     ] = False,
@@ -58,15 +56,11 @@ def evaluate(
     obtained with, and seconds. A metric that changes with the step budget, or was obtained at a large residual, is not
     that of an equilibrium: a warning says so.
     """
+    given: dict[str, Any] = {"which": which, "changes": changes or ()}
     if pareto:
         refuse({"--sweep": sweep, "--pictures": pictures}, "--pareto scores after --steps, 1 to 12 by default")
         refuse({"--guard": guard or None}, "--pareto counts the steps of one solver, and a guard takes more of them")
-        from equipoise.train.pareto import pareto_run
-
-        names = (solver or f"anderson,hyper:{run}").split(",")
-        options: dict[str, Any] = {"split": split, "data_dir": data_dir, "which": which, "changes": changes or ()}
-        measured = pareto_run(run, names, steps or range(1, 13), beside=beside or (), force=force, **options)
-        show(measured, True) if as_json else _show_pareto(measured)
+        _pareto(run, solver, steps, as_json, **given, split=split, data_dir=data_dir, beside=beside or (), force=force)
         return
     refuse({"--beside": beside}, "it is a point of --pareto")
     if solver and "," in solver:
@@ -78,7 +72,6 @@ def evaluate(
     from equipoise.train.load import open_run
 
     points = None if sweep is None else Sweep.parse(sweep)
-    given: dict[str, Any] = {"which": which, "changes": changes or ()}
     opened = open_run(run, split, data_dir, **given) if pictures else None
     drawn = [str(file) for file in write_pictures(run, count=pictures, split=split, opened=opened)] if pictures else []
     by: dict[str, Any] = {"solver": solver, "force": force, "guard": guard}
@@ -127,6 +120,14 @@ def _show_scores(record: dict[str, Any]) -> None:
             for name in classes
         ]
         table(("class", *heads), rows, "intersection over union by class")
+
+
+def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bool, **options: Any) -> None:
+    from equipoise.train.pareto import pareto_run
+
+    names = (solvers or f"anderson,hyper:{run}").split(",")
+    measured = pareto_run(run, names, steps or range(1, 13), **options)
+    show(measured, True) if as_json else _show_pareto(measured)
 
 
 def _show_pareto(record: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from equipoise.cli.evaluate import evaluate
 from equipoise.cli.export import export
 from equipoise.cli.hyper import hyper
 from equipoise.cli.inspect import inspect
-from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, Force, RunFolder, Set, epilog
+from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, Force, Guard, RunFolder, Set, epilog
 from equipoise.cli.output import show, table
 from equipoise.cli.plot import plot
 from equipoise.cli.report import report
@@ -101,9 +101,7 @@ def generate(
     solver: Annotated[
         str | None, typer.Option(help="Solve by this one instead of the model's; hyper:PATH is a learned one.")
     ] = None,
-    guard: Annotated[
-        bool, typer.Option("--guard", help="Hand systems that the solver leaves unsolved to Anderson.")
-    ] = False,
+    guard: Guard = False,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:

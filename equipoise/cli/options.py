@@ -17,6 +17,7 @@ Force = Annotated[
     bool,
     typer.Option("--force", help="Take a learned solver even if it was fitted to another model, or to other weights."),
 ]
+Guard = Annotated[bool, typer.Option("--guard", help="Hand systems that the solver leaves unsolved to Anderson.")]
 Which = Annotated[str, typer.Option("--which", help="Checkpoint of the run: best or latest.")]
 Split = Annotated[str, typer.Option("--split", help="Held-out data: valid or test.")]
 

@@ -155,14 +155,18 @@ def decode(data: Picture, mode: str = "RGB") -> Tensor:
 
 def decode_square(path: Path, size: int) -> Tensor:
     """A picture as (3, size, size): the shorter side scaled to `size`, the middle of the longer one kept."""
-    image = pillow()
     with opened(path) as picture:
-        width, height = picture.size
-        scale = size / min(width, height)
-        wide, tall = max(size, round(width * scale)), max(size, round(height * scale))
-        whole = picture.convert("RGB").resize((wide, tall), image.Resampling.BILINEAR)
-        left, top = (wide - size) // 2, (tall - size) // 2
-        return to_tensor(whole.crop((left, top, left + size, top + size)))
+        return covering(picture, (size, size))
+
+
+def covering(picture: Any, size: tuple[int, int], mode: str = "RGB") -> Tensor:
+    """The middle of an open picture, scaled until it covers a height and width."""
+    height, width = size
+    scale = max(width / picture.width, height / picture.height)
+    wide, tall = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
+    whole = picture.convert(mode).resize((wide, tall), pillow().Resampling.BILINEAR)
+    left, top = (wide - width) // 2, (tall - height) // 2
+    return to_tensor(whole.crop((left, top, left + width, top + height)), mode)
 
 
 def tiles(sheet: Tensor, size: int) -> Tensor:

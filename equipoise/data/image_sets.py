@@ -27,6 +27,8 @@ from equipoise.data.image_files import (
 )
 from equipoise.data.images import Decoded, ImageData, Stored, hold, register_images
 
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -73,8 +75,8 @@ def cifar10(data_dir: DataDir = None, verify: bool = True) -> ImageData:
         "cifar10",
         {"train": train, "test": test},
         CIFAR10_CLASSES,
-        (0.4914, 0.4822, 0.4465),
-        (0.2023, 0.1994, 0.2010),
+        CIFAR10_MEAN,
+        CIFAR10_STD,
         info={"source": str(source), "layout": ("packed", "python", "binary")[layout]},
     )
 
@@ -173,7 +175,7 @@ def mnist(data_dir: DataDir = None, verify: bool = True) -> ImageData:
     train, test = (Stored(found[k][:, None].contiguous(), found[k + 1].long()) for k in (0, 2))
     names = tuple(str(digit) for digit in range(10))
     info = {"source": str(source), "layout": ("packed", "idx")[layout]}
-    return ImageData("mnist", {"train": train, "test": test}, names, (0.1307,), (0.3081,), info=info)
+    return ImageData("mnist", {"train": train, "test": test}, names, MNIST_MEAN, MNIST_STD, info=info)
 
 
 def _idx(data: bytes, source: Source) -> Tensor:

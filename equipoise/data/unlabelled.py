@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from equipoise.data.files import DamagedDataError, MissingDataError, Source, read_text
-from equipoise.data.image_files import PICTURES, DataDir, opened, pillow, to_tensor
-from equipoise.data.image_sets import IMAGENET_MEAN, IMAGENET_STD
+from equipoise.data.image_files import PICTURES, DataDir, covering, opened
+from equipoise.data.image_sets import CIFAR10_MEAN, CIFAR10_STD, IMAGENET_MEAN, IMAGENET_STD, MNIST_MEAN, MNIST_STD
 from equipoise.data.images import IGNORE, IMAGES, Decoded, ImageData, hold, load_images
 from equipoise.data.text import CORPORA, TextCorpus
 from equipoise.data.vocabulary import UnknownTokenError, Vocabulary
@@ -39,8 +39,8 @@ class Look:
 
 
 KNOWN = {
-    "cifar10": Look((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010), (32, 32)),
-    "mnist": Look((0.1307,), (0.3081,), (28, 28)),
+    "cifar10": Look(CIFAR10_MEAN, CIFAR10_STD, (32, 32)),
+    "mnist": Look(MNIST_MEAN, MNIST_STD, (28, 28)),
     "tiny_imagenet": Look(IMAGENET_MEAN, IMAGENET_STD, (64, 64)),
     "camvid": Look(IMAGENET_MEAN, IMAGENET_STD, (360, 480)),
     "cityscapes": Look(IMAGENET_MEAN, IMAGENET_STD, (1024, 2048)),
@@ -103,15 +103,10 @@ def unlabelled_images(folder: str | os.PathLike[str], look: Look, classes: int, 
 
 def _covering(path: Path, size: tuple[int, int], mode: str) -> Tensor:
     """The middle (C, H, W) of a picture, scaled to cover H × W."""
-    height, width = size
     with opened(path) as picture:
         if picture.mode[0] in "IF":  # conversion would cut off what is bright
             raise DamagedDataError(f"{path} has more than 8 bits a channel ({picture.mode}); save it with 8.")
-        scale = max(width / picture.width, height / picture.height)
-        wide, tall = max(width, round(picture.width * scale)), max(height, round(picture.height * scale))
-        whole = picture.convert(mode).resize((wide, tall), pillow().Resampling.BILINEAR)
-        left, top = (wide - width) // 2, (tall - height) // 2
-        return to_tensor(whole.crop((left, top, left + width, top + height)), mode).view(-1, height, width)
+        return covering(picture, size, mode).view(-1, *size)
 
 
 def unlabelled_text(path: str | os.PathLike[str], vocabulary: Vocabulary, corpus: str = "") -> TextCorpus:

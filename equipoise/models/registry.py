@@ -8,7 +8,6 @@ from torch import nn
 from equipoise._registry import Registry
 
 MODELS = Registry("model")
-_UNKNOWN = "unknown setting of "  # how models refuse a setting that they do not have
 
 Preset = TypeVar("Preset", bound=Callable[..., nn.Module])
 
@@ -25,15 +24,7 @@ def create_model(name: str, **overrides: Any) -> nn.Module:
         name: Name of a preset; `list_models()` has them all.
         **overrides: Settings to change.
     """
-    preset = MODELS.find(name)
-    try:
-        return preset(**overrides)
-    except ValueError as error:
-        if not str(error).startswith(_UNKNOWN):
-            raise
-        # Most often the rest of a section that was written for another model.
-        hint = f"In a recipe for another model, set the model as a whole: --set 'model={{name=\"{name}\"}}'."
-        raise ValueError(f"{error} {hint}") from error
+    return MODELS.find(name)(**overrides)
 
 
 def list_models(pattern: str = "*") -> list[str]:

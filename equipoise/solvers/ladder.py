@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equipoise import _leaves
-from equipoise._stop import tiny_norm
+from equipoise._stop import Stop
 from equipoise._tree import Leaves
 from equipoise.solvers.anderson import Anderson
 from equipoise.solvers.base import Solver, State, register_solver
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from equipoise._iterate import Outcome
     from equipoise._problem import Problem
     from equipoise._solution import Stats
-    from equipoise._stop import Stop
 
 
 @register_solver("ladder")
@@ -51,7 +50,7 @@ class Ladder(Solver):
     def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, State]:
         raise TypeError("a Ladder has no step of its own; it runs its stages. Call solver.run(problem, z, stop).")
 
-    def run(self, problem: "Problem", z: Leaves, stop: "Stop", **options: Any) -> "Outcome":
+    def run(self, problem: "Problem", z: Leaves, stop: Stop, **options: Any) -> "Outcome":
         first_nfe = problem.nfe
         outcome = self.stages[0].run(problem, z, stop, **options)
         if self.stages[0].replaces_start:
@@ -69,23 +68,19 @@ class Ladder(Solver):
         return outcome
 
 
-def _put_back(outcome: "Outcome", problem: "Problem", z: Leaves, stop: "Stop") -> None:
+def _put_back(outcome: "Outcome", problem: "Problem", z: Leaves, stop: Stop) -> None:
     """Unsolved systems where they were given, if that is better than where they are; one evaluation of f for these."""
     unsolved = (~outcome.stats.ok).nonzero()[:, 0]
     if len(unsolved) == 0:
         return
     given, part = _leaves.take_rows(z, unsolved), problem.rows(unsolved)
     with torch.no_grad():
-        image = part.evaluate(given)
-        size = _leaves.norm(image, stop.norm) + tiny_norm(image[0].dtype)
-        residual = _leaves.norm(part.residual(given, image), stop.norm) / size
+        residual = Picard().run(part, given, Stop(rtol=0.0, max_steps=1, norm=stop.norm)).stats.residual
     worse = ~(outcome.stats.residual.index_select(0, unsolved) <= residual)  # also where it is not a number
     rows = unsolved[worse]
     outcome.value = _leaves.put_rows(outcome.value, rows, _leaves.take_rows(z, rows))
     known = outcome.stats.residual
-    outcome.stats = dataclasses.replace(
-        outcome.stats, residual=known.index_copy(0, rows, residual[worse].to(known.dtype))
-    )
+    outcome.stats = dataclasses.replace(outcome.stats, residual=known.index_copy(0, rows, residual[worse]))
 
 
 def _merge(stats: "Stats", index: Tensor, later: "Stats") -> "Stats":

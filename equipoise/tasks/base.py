@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
+from equipoise._errors import UnknownNameError
 from equipoise._registry import Registry
 from equipoise.models import create_model
 
@@ -85,7 +86,15 @@ class Task(abc.ABC):
     def model(self) -> nn.Module:
         """Build the model."""
         settings = {**self.model_defaults(), **self.model_settings}
-        return create_model(settings.pop("name"), **settings)
+        name = settings.pop("name")
+        try:
+            return create_model(name, **settings)
+        except UnknownNameError as error:
+            if not error.kind.startswith("setting of"):
+                raise
+            # Most often the rest of a section that was written for another model.
+            hint = f"In a recipe for another model, set the model as a whole: --set 'model={{name=\"{name}\"}}'."
+            raise ValueError(f"{error} {hint}") from error
 
     def begin(self, model: nn.Module) -> None:  # noqa: B027 (nothing, for most)
         """Give the model of a new run what it begins with, e.g. parts of another one; a resumed run has its own."""

@@ -515,7 +515,7 @@ def fit_run(
     if (folder / FILE).exists() and not force:
         raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
     opened = open_run(run, "valid", data_dir, which=which, changes=changes, inputs=inputs)
-    require_equilibrium(opened, "so there is no solver to fit")
+    require_equilibrium(opened.model, opened.folder, "so there is no solver to fit")
     solver = load_solver(finetune, device=opened.device) if finetune is not None else None
     if solver is not None:
         recipe.solver.require_of(solver)

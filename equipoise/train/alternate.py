@@ -142,9 +142,9 @@ class Alternation:
             batches: From a step to a batch; those of the coming steps are used, without labels.
             forward: How to run the model on a batch.
         """
-        count = self.settings.due(step, self.solver is not None)
         if self.solver is None and step < self.retry:
             return None
+        count = self.settings.due(step, self.solver is not None)
         if count:
             self.behind = 0
         elif self.behind == LATE:

@@ -14,7 +14,7 @@ from torch import nn
 from equipoise._errors import unknown_name
 from equipoise._module import Plan, deqs_in, override
 from equipoise.solvers import Anderson, Ladder, Solver, named_solver
-from equipoise.train.load import TrainedRun, open_run
+from equipoise.train.load import TrainedRun, open_run, require_equilibrium
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
@@ -151,9 +151,8 @@ def score_run(
     if steps:
         sweep = Sweep("stop", "max_steps", tuple(steps))
     opened = opened or open_run(run, split, data_dir, which=which, changes=changes)
-    deqs = deqs_in(opened.model)
-    if (sweep or solver or guard) and not deqs:
-        raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no step budget or solver to set.")
+    if sweep or solver or guard:
+        require_equilibrium(opened.model, opened.folder, "so there is no step budget or solver to set")
     if sweep and sweep.part == "solver" and guard:
         raise ValueError(
             f"sweep: {sweep.key} cannot be varied with a guard, which is a solver of two stages; leave out one of them."
@@ -162,7 +161,7 @@ def score_run(
     by = chosen_solver(opened.model, solver, force=force, guard=guard)
     with override(opened.model, solver=by) if by is not None else contextlib.nullcontext():
         results = [_point(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
-        used = _described(plan_of(opened.model).solver) if deqs else None
+        used = _described(plan_of(opened.model).solver) if deqs_in(opened.model) else None
     return {
         "run": str(run),
         "checkpoint": str(opened.folder),

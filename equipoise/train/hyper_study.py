@@ -117,7 +117,7 @@ def study_run(
         require_number("hyper", "seconds", seconds, low=0.0, open_low=True)
     opened = open_run(run, measuring.split, data_dir, which=which, changes=changes)
     # Wrong ones are refused before any work.
-    require_equilibrium(opened, "so there is no solver to fit")
+    require_equilibrium(opened.model, opened.folder, "so there is no solver to fit")
     require_same_data(opened, beside, data_dir)
     others = {Path(other).name: load(other, opened.device) for other in beside}
     check_writable(out)

@@ -27,7 +27,8 @@ from equipoise.penalties import jacobian_penalty
 from equipoise.solvers import Ladder, Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
 from equipoise.train.checkpoint import check_writable
-from equipoise.train.load import TrainedRun, open_run
+from equipoise.train.load import TrainedRun, open_run, require_equilibrium
+from equipoise.train.pareto import LEARNED
 from equipoise.train.recipe import Recipe
 from equipoise.train.tracking import environment, write_json
 
@@ -133,10 +134,9 @@ class _Chosen(NamedTuple):
 
 
 def _chosen(opened: TrainedRun, name: str, force: bool) -> _Chosen:
-    if not deqs_in(opened.model):
-        raise ValueError(f"{opened.folder}: the model has no equilibrium, so there is no solver to set.")
+    require_equilibrium(opened.model, opened.folder, "so there is no solver to set")
     found = named_solver(name, opened.model, force=force)
-    return _Chosen(PREFIX.removesuffix(":") if name.startswith(PREFIX) else name, found)
+    return _Chosen(LEARNED if name.startswith(PREFIX) else name, found)
 
 
 class _Solved(NamedTuple):

@@ -232,18 +232,16 @@ def open_run(
     return TrainedRun(folder, config, task, splits, model, place)
 
 
-def require_equilibrium(opened: TrainedRun, so: str) -> None:
-    """Raise if a run's model has no equilibrium.
+def require_equilibrium(model: nn.Module, folder: Path, so: str) -> None:
+    """Raise if a model has no equilibrium.
 
     Args:
-        opened: The run.
-        so: What follows, for the message.
+        model: Of a run.
+        folder: Where it lies, for the message.
+        so: What follows, likewise.
     """
-    if not deqs_in(opened.model):
-        raise ValueError(
-            f"{opened.folder}: the model ({opened.config['model']['name']}) has no equilibrium, {so}; give the run of "
-            "a DEQ."
-        )
+    if not deqs_in(model):
+        raise ValueError(f"{folder}: the model has no equilibrium, {so}; give the run of a DEQ.")
 
 
 def _check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> None:

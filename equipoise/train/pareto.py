@@ -453,7 +453,7 @@ def pareto_run(
         **options: Of `pareto`.
     """
     opened = open_run(run, split, data_dir, which=which, changes=changes)
-    require_equilibrium(opened, "so there are no solvers to compare")
+    require_equilibrium(opened.model, opened.folder, "so there are no solvers to compare")
     require_same_data(opened, beside, data_dir)
     chosen: dict[str, Any] = {}
     for name in solvers:
