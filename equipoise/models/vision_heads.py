@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equipoise._compat import reenter_autocast
 from equipoise.models._multiscale import conv
+from equipoise.ops.taps import product_dtype
 
 
 def normed(layer: nn.Module, channels: int, momentum: float, affine: bool = True) -> list[nn.Module]:
@@ -155,7 +157,7 @@ class SegmentationHead(nn.Module):
     def forward(self, states: Sequence[Tensor], images: Tensor) -> Tensor:
         """Scores (N, classes, H, W) of images (N, C, H, W)."""
         finest = states[0].shape[2:]
-        y = self.final(torch.cat([states[0], *(resized(state, finest) for state in states[1:])], dim=1))
+        y = self.final(torch.cat([_for_a_convolution(state, finest) for state in states], dim=1))
         scores = self.classifier(y)
         if self.details is not None:
             scores = self.details(scores, y, images)
@@ -176,12 +178,26 @@ class _Details(nn.Module):
     def forward(self, scores: Tensor, y: Tensor, images: Tensor) -> Tensor:
         fine = self.image(images)
         size = fine.shape[2:]
-        return resized(scores, size) + self.classifier(self.join(torch.cat([resized(self.narrow(y), size), fine], 1)))
+        wide = _for_a_convolution(self.narrow(y), size)
+        return resized(scores, size) + self.classifier(self.join(torch.cat([wide, fine], 1)))
 
 
 def resized(x: Tensor, size: Sequence[int]) -> Tensor:
     """A map at another size, by bilinear interpolation between corners."""
     return x if x.shape[2:] == torch.Size(size) else F.interpolate(x, tuple(size), mode="bilinear", align_corners=True)
+
+
+def _for_a_convolution(x: Tensor, size: Sequence[int]) -> Tensor:
+    """The same for a convolution, in inference in the dtype that it computes in.
+
+    Autocast interpolates in float32, and the convolution rounds that: twice the traffic for nothing. Gradients are
+    summed up by interpolation, so they stay wide.
+    """
+    if torch.is_grad_enabled():
+        return resized(x, size)
+    narrow = product_dtype(x)
+    with reenter_autocast(x.device.type, None):
+        return resized(x.to(narrow), size)
 
 
 def initialise(module: nn.Module, std: float) -> None:

@@ -5,7 +5,8 @@ from collections import Counter
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from equipoise._compat import autocast_dtype
@@ -21,9 +22,9 @@ def frozen(model: Module) -> Module:
     """A copy of a model that does the same in eval mode with less work, and cannot be trained.
 
     Weights that weight or spectral norm makes are stored as they are, and BatchNorm that follows a convolution in an
-    `nn.Sequential` becomes part of it. Under autocast weights of convolutions and linear maps are stored in its dtype,
-    in which they would be rounded at every call; such a copy is for use under the same autocast. Results differ by the
-    rounding of folded weights.
+    `nn.Sequential` becomes part of it; 1×1 convolutions of maps with channels last are products of matrices. Under
+    autocast weights of convolutions and linear maps are stored in its dtype, in which they would be rounded at every
+    call; such a copy is for use under the same autocast. Results differ by the rounding of folded weights.
 
     Args:
         model: A model; it stays as it is.
@@ -43,6 +44,9 @@ def frozen(model: Module) -> Module:
     dtype = None if parameter is None else autocast_dtype(parameter.device.type)
     if dtype is not None:
         _round(twin, dtype)
+    for module in twin.modules():
+        if type(module) is nn.Conv2d and module.bias is not None and _is_pointwise(module):
+            module.__class__ = _Pointwise
     return twin.requires_grad_(False)
 
 
@@ -67,3 +71,19 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter, modules in owners.items():
         if all(type(module) in kinds for module in modules):
             parameter.data = parameter.data.to(dtype)
+
+
+class _Pointwise(nn.Conv2d):
+    """A 1×1 convolution; where the channels of a pixel lie side by side, a product of matrices, which adds the bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+            return super().forward(x)
+        pixels = x.permute(0, 2, 3, 1)  # (N, H, W, C)
+        found = linear(pixels.reshape(-1, self.in_channels), self.weight.flatten(1), self.bias)
+        return found.view(*pixels.shape[:3], self.out_channels).permute(0, 3, 1, 2)
+
+
+def _is_pointwise(layer: nn.Conv2d) -> bool:
+    settings = layer.kernel_size, layer.stride, layer.groups
+    return settings == ((1, 1), (1, 1), 1) and layer.padding in ((0, 0), "valid", "same")

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import adaptive_avg_pool2d, interpolate, linear, pad
+from torch.nn.functional import adaptive_avg_pool2d, avg_pool2d, interpolate, linear, pad
 
 from equipoise._problem import HALF
 from equipoise._tree import Leaves
@@ -81,7 +81,12 @@ class ImageInitialiser(nn.Module):
     @staticmethod
     def resized(x: Tensor, size: Sequence[int]) -> Tensor:
         """The input (N, C, H, W) averaged to another size."""
-        return x if x.shape[-2:] == tuple(size) else adaptive_avg_pool2d(x, (int(size[0]), int(size[1])))
+        height, width = (int(side) for side in size)
+        if x.shape[-2:] == (height, width):
+            return x
+        if x.shape[-2] % height == 0 and x.shape[-1] % width == 0:  # the same averages, a tenth of the time on a GPU
+            return avg_pool2d(x, (x.shape[-2] // height, x.shape[-1] // width))
+        return adaptive_avg_pool2d(x, (height, width))
 
 
 class FlatInitialiser(nn.Module):

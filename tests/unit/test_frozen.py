@@ -162,3 +162,19 @@ def test_a_frozen_model_takes_solvers_and_solves_as_before():
         for each in (model, twin):
             with eq.override(each, solver=eq.Picard(), stop=eq.Stop(rtol=0.0, max_steps=3)):
                 assert each(images).solution.stats.nfe == 3
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_convolutions_of_single_pixels_are_products_of_matrices(last):
+    torch.manual_seed(0)
+    layout = torch.channels_last if last else torch.contiguous_format
+    layers = nn.Sequential(nn.Conv2d(5, 7, 1), nn.ReLU(), nn.Conv2d(7, 3, 1, stride=2), nn.Conv2d(3, 3, 3, padding=1))
+    layers = layers.to(memory_format=layout)
+    x = torch.randn(2, 5, 9, 6).contiguous(memory_format=layout)
+    with torch.no_grad():
+        found, expected = (model(x) for model in (frozen(layers), layers))
+        pixels = frozen(layers)[0](x)
+    assert relative_error(found, expected) <= 1e-6
+    assert pixels.is_contiguous(memory_format=layout)
+    assert type(layers[0]) is nn.Conv2d  # the model stays as it was
+    assert [type(layer) is nn.Conv2d for layer in frozen(layers)] == [False, False, True, True]

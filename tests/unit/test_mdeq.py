@@ -15,6 +15,7 @@ from equipoise._tree import tree_tensors
 from equipoise.models.mdeq import MDEQ, MDEQConfig, published_plan
 from equipoise.models.outputs import VisionOutput
 from equipoise.models.registry import create_model
+from equipoise.models.vision_heads import SegmentationHead
 from equipoise.penalties import jacobian_penalty
 from tests.captured import assert_engines_agree
 from tests.gradients import ROBUST, TIGHT, all_converged, normal, relative_error
@@ -276,6 +277,22 @@ def test_the_segmentation_head_is_that_of_the_formulas(training, details):
         y = batch_norm(F.conv2d(y, p["details.join.0.weight"], padding=1), p, "details.join.1", training).clamp(min=0)
         scores = bilinear(scores, (7, 6)) + F.conv2d(y, p["details.classifier.weight"])
     assert relative_error(model.head(z, images), bilinear(scores, size)) <= 1e-12
+
+
+@pytest.mark.parametrize("details", [0, 8])
+def test_in_inference_maps_for_convolutions_are_as_narrow_as_these(details):
+    torch.manual_seed(0)
+    head = SegmentationHead((4, 6, 8), 12, 5, details=details, init_std=0.3).eval()
+    states, images = [torch.randn(2, c, 16 >> k, 12 >> k) for k, c in enumerate((4, 6, 8))], torch.randn(2, 3, 32, 24)
+    wide = head(states, images).detach()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trained = head(states, images).detach()
+        with torch.no_grad():
+            used = head(states, images)
+    assert relative_error(trained, wide) <= 2e-2
+    assert relative_error(used, wide) <= 2e-2
+    with torch.no_grad():  # nothing is rounded without autocast
+        assert torch.equal(head(states, images), wide)
 
 
 def test_injection_at_every_resolution():
