@@ -52,6 +52,14 @@ def hyper(
         list[Path] | None, typer.Option(help="Of a report: another run on the same data, e.g. of an explicit network.")
     ] = None,
     most: Annotated[int | None, typer.Option(help="Of a report: batches to score on; all by default.", min=1)] = None,
+    at: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Of a report: number of solver steps to measure at, 1 to 12 by default; repeat for several. What "
+            "Anderson has after the most of them is to be reached.",
+            min=1,
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a solver that is there.")] = False,
     which: Which = "best",
     data_dir: DataDir = None,
@@ -79,9 +87,10 @@ def hyper(
     if report is not None:
         refuse({"--inputs": inputs}, "a report scores, and needs labels; fit to these inputs without --report")
         refuse({"--out": out, "--finetune": finetune, "--seed": seed}, "a report has fits of its own (RUN/hyper)")
-        _report(run, chosen, report, as_json, seeds=seeds, beside=beside or [], most=most, **options)
+        measured = {"most": most} if at is None else {"most": most, "budgets": tuple(sorted(set(at))), "at": max(at)}
+        _report(run, chosen, report, as_json, measured, seeds=seeds, beside=beside or [], **options)
         return
-    refuse({"--beside": beside, "--most": most}, "this belongs to a report; give --report DIR")
+    refuse({"--beside": beside, "--most": most, "--at": at}, "this belongs to a report; give --report DIR")
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} recipes ({', '.join(chosen)}) are fitted for a report; give --report DIR.")
     from equipoise.tasks.hyper import fit_run
@@ -151,12 +160,14 @@ def _changed(recipe: Any, named: dict[str, Any]) -> Any:
 # Reports
 
 
-def _report(run: Path, recipes: dict[str, Any], out: Path, as_json: bool, most: int | None, **options: Any) -> None:
+def _report(
+    run: Path, recipes: dict[str, Any], out: Path, as_json: bool, measured: dict[str, Any], **options: Any
+) -> None:
     from equipoise.train.hyper_study import Measuring, study_run
 
     command = shlex.join(["equipoise", *sys.argv[1:]])
     say = typer.echo if not as_json else lambda text: typer.echo(text, err=True)
-    record = study_run(run, recipes, out, measuring=Measuring(most=most), command=command, say=say, **options)
+    record = study_run(run, recipes, out, measuring=Measuring(**measured), command=command, say=say, **options)
     if as_json:
         show(record, True)
         return

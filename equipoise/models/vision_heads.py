@@ -1,5 +1,6 @@
 """What reads the states of a multiscale equilibrium, and what makes its injection: outside of f, so with BatchNorm."""
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -197,7 +198,27 @@ def _for_a_convolution(x: Tensor, size: Sequence[int]) -> Tensor:
         return resized(x, size)
     narrow = product_dtype(x)
     with reenter_autocast(x.device.type, None):
-        return resized(x.to(narrow), size)
+        x = x.to(narrow)
+        if x.is_cuda and x.is_contiguous(memory_format=torch.channels_last):
+            return resized_by_products(x, size)
+        return resized(x, size)
+
+
+def resized_by_products(x: Tensor, size: Sequence[int]) -> Tensor:
+    """As `resized`, as products of matrices: a fraction of the time on a GPU where channels lie side by side."""
+    if x.shape[2:] == torch.Size(size):
+        return x
+    down, across = (_between_corners(*sides, x.dtype, x.device) for sides in zip(x.shape[2:], size, strict=True))
+    wide = across @ x.permute(0, 2, 3, 1)  # (N, h, W, C)
+    tall = (down @ wide.flatten(2)).unflatten(2, wide.shape[2:])  # (N, H, W, C)
+    return tall.permute(0, 3, 1, 2)
+
+
+@functools.lru_cache(maxsize=64)
+def _between_corners(old: int, new: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(new, old) weights of bilinear interpolation along one axis."""
+    basis = torch.eye(old, dtype=torch.float64)[None]
+    return F.interpolate(basis, new, mode="linear", align_corners=True)[0].T.to(device, dtype)
 
 
 def initialise(module: nn.Module, std: float) -> None:

@@ -132,7 +132,8 @@ class SegmentationTask(VisionTask):
             return super().views(model, batch)
         flips = (False, True) if c.eval_flip else (False,)
         seen = [self._seen(model, batch.images, factor, flip) for factor in c.eval_scales for flip in flips]
-        return torch.stack(seen).mean(0).clamp_min(torch.finfo(seen[0].dtype).tiny).log()
+        likely = torch.stack(seen).mean(0) if len(seen) > 1 else seen[0]
+        return likely.clamp_min(torch.finfo(likely.dtype).tiny).log()
 
     def _seen(self, model: nn.Module, images: Tensor, factor: float, flip: bool) -> Tensor:
         """Probabilities of pixels, from the images at another size or mirrored."""

@@ -165,16 +165,20 @@ def test_a_frozen_model_takes_solvers_and_solves_as_before():
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_convolutions_of_single_pixels_are_products_of_matrices(last):
+@pytest.mark.parametrize("outputs", [8, 11])
+@pytest.mark.parametrize("bias", [False, True])
+def test_convolutions_of_single_pixels_are_products_of_matrices(last, outputs, bias):
     torch.manual_seed(0)
     layout = torch.channels_last if last else torch.contiguous_format
-    layers = nn.Sequential(nn.Conv2d(5, 7, 1), nn.ReLU(), nn.Conv2d(7, 3, 1, stride=2), nn.Conv2d(3, 3, 3, padding=1))
+    pointwise = nn.Conv2d(5, outputs, 1, bias=bias)
+    layers = nn.Sequential(pointwise, nn.ReLU(), nn.Conv2d(outputs, 3, 1, stride=2), nn.Conv2d(3, 3, 3, padding=1))
     layers = layers.to(memory_format=layout)
     x = torch.randn(2, 5, 9, 6).contiguous(memory_format=layout)
     with torch.no_grad():
         found, expected = (model(x) for model in (frozen(layers), layers))
-        pixels = frozen(layers)[0](x)
+        alone, pixels = frozen(layers)[0](x[0]), frozen(layers)[0](x)
     assert relative_error(found, expected) <= 1e-6
-    assert pixels.is_contiguous(memory_format=layout)
+    assert relative_error(alone, pixels[0]) <= 1e-6  # a single image, without a batch
+    assert pixels.shape == (2, outputs, 9, 6)
     assert type(layers[0]) is nn.Conv2d  # the model stays as it was
     assert [type(layer) is nn.Conv2d for layer in frozen(layers)] == [False, False, True, True]

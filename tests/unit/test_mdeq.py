@@ -15,7 +15,7 @@ from equipoise._tree import tree_tensors
 from equipoise.models.mdeq import MDEQ, MDEQConfig, published_plan
 from equipoise.models.outputs import VisionOutput
 from equipoise.models.registry import create_model
-from equipoise.models.vision_heads import SegmentationHead
+from equipoise.models.vision_heads import SegmentationHead, resized, resized_by_products
 from equipoise.penalties import jacobian_penalty
 from tests.captured import assert_engines_agree
 from tests.gradients import ROBUST, TIGHT, all_converged, normal, relative_error
@@ -293,6 +293,15 @@ def test_in_inference_maps_for_convolutions_are_as_narrow_as_these(details):
     assert relative_error(used, wide) <= 2e-2
     with torch.no_grad():  # nothing is rounded without autocast
         assert torch.equal(head(states, images), wide)
+
+
+@pytest.mark.parametrize("size", [(12, 16), (24, 31), (5, 4), (6, 8)])
+def test_interpolation_by_products_of_matrices_is_the_same(size):
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 6, 8, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    found = resized_by_products(x, size)
+    assert relative_error(found, resized(x, size)) <= 1e-14
+    assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_injection_at_every_resolution():
