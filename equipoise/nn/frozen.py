@@ -46,7 +46,7 @@ def frozen(model: Module) -> Module:
         _round(twin, dtype)
     for module in twin.modules():
         if type(module) is nn.Conv2d and _is_pointwise(module):
-            _Pointwise.of(module)
+            module.__class__ = _Pointwise
     return twin.requires_grad_(False)
 
 
@@ -74,29 +74,18 @@ def _round(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _Pointwise(nn.Conv2d):
-    """A 1×1 convolution; where the channels of a pixel lie side by side, a product of matrices, which adds the bias.
+    """A 1×1 convolution; where the channels of a pixel lie side by side, a product of matrices, which adds the bias."""
 
-    Rows of zeros are added to its weights until there are a multiple of `ROWS`: products of odd sizes are slow.
-    """
-
-    ROWS = 8
-
-    @classmethod
-    def of(cls, layer: nn.Conv2d) -> None:
-        """Make it of a convolution, in place."""
-        layer.__class__ = cls
-        more = -layer.out_channels % cls.ROWS
-        layer.weight = nn.Parameter(pad(layer.weight, (0, 0, 0, 0, 0, 0, 0, more)))
-        if layer.bias is not None:
-            layer.bias = nn.Parameter(pad(layer.bias, (0, more)))
+    ROWS = 8  # of weights, of which there must be a multiple: other products are slow on a GPU
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-            pixels = x.permute(0, 2, 3, 1)  # (N, H, W, C)
-            found = linear(pixels, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
-        else:
-            found = super().forward(x)
-        return found.narrow(-3, 0, self.out_channels)
+        if x.dim() != 4 or not x.is_contiguous(memory_format=torch.channels_last):
+            return super().forward(x)
+        weight, bias, more = self.weight.flatten(1), self.bias, -self.out_channels % self.ROWS
+        if more:  # at every call, so that parameters keep their shapes
+            weight, bias = pad(weight, (0, 0, 0, more)), None if bias is None else pad(bias, (0, more))
+        pixels = linear(x.permute(0, 2, 3, 1), weight, bias)  # (N, H, W, channels)
+        return pixels.narrow(3, 0, self.out_channels).permute(0, 3, 1, 2)
 
 
 def _is_pointwise(layer: nn.Conv2d) -> bool:

@@ -112,6 +112,7 @@ def test_settings_from_a_file(run, tmp_path):
         (("--recipe", "absent.toml"), "there is no file absent.toml"),
         (("--recipe", "full", "--recipe", "free"), "2 recipes (full, free) are fitted for a report; give --report DIR"),
         (("--most", "3"), "--most cannot be used here: this belongs to a report; give --report DIR"),
+        (("--at", "3"), "--at cannot be used here: this belongs to a report; give --report DIR"),
         (("--report", "out", "--out", "x", "--seed", "1"), "--out, --seed cannot be used here: a report has fits"),
         (("--set", "task.lenght=3"), "did you mean 'length'"),
     ],
@@ -174,9 +175,11 @@ def test_a_report(run, tmp_path, monkeypatch):
         2,
     )
     assert asked["changes"] == ["task.eval_batch_size=3"]
-    result = invoke("hyper", run, "--report", tmp_path / "b", "--json")
+    assert (asked["measuring"].budgets, asked["measuring"].at) == (tuple(range(1, 13)), 12)
+    result = invoke("hyper", run, "--report", tmp_path / "b", "--json", "--at", 9, "--at", 4, "--at", 9)
     assert json.loads(result.stdout) == {"found": 1}
     assert asked["recipes"] == ["full"]
+    assert (asked["measuring"].budgets, asked["measuring"].at) == ((4, 9), 9)
 
 
 def test_a_solver_that_is_there_is_not_overwritten(run, run_main):

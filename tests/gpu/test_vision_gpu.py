@@ -8,7 +8,10 @@ import torch
 from equipoise.data import ImageStream, load_images
 from equipoise.data import images as module
 from equipoise.data.augment import CropFlip, ResizedCrop, ScaleCrop
+from equipoise.models.vision_heads import SegmentationHead
+from equipoise.nn import frozen
 from equipoise.train.loop import train
+from tests.gradients import relative_error
 from tests.runs import recipe
 from tests.unit.test_tasks_vision import DIGITS, SHAPES
 
@@ -42,6 +45,22 @@ def test_batches_on_the_device_are_those_of_the_cpu(labels, augment, tolerance, 
     held = data.splits["train"]._copies
     assert list(held) == [torch.device("cpu"), torch.device("cuda", torch.cuda.current_device())]
     assert (held[torch.device("cuda", torch.cuda.current_device())] is not None) == resident
+
+
+@pytest.mark.parametrize("details", [0, 8])
+def test_a_frozen_head_in_half_precision_scores_as_before(details):
+    """Interpolation and 1×1 convolutions as products of matrices, of eleven rows."""
+    torch.manual_seed(0)
+    settings = {"details": details, "init_std": 0.3}
+    head = SegmentationHead((16, 24, 32), 40, 11, **settings).eval().to("cuda", memory_format=torch.channels_last)
+    states = [torch.randn(2, c, 24 >> k, 32 >> k, device="cuda") for k, c in enumerate((16, 24, 32))]
+    states = [state.contiguous(memory_format=torch.channels_last) for state in states]
+    images = torch.randn(2, 3, 48, 64, device="cuda")
+    with torch.no_grad():
+        expected = head(states, images)
+        with torch.autocast("cuda", torch.bfloat16):
+            found = frozen(head)(states, images)
+    assert relative_error(found.float(), expected) <= 2e-2
 
 
 @pytest.mark.parametrize("values", [DIGITS, SHAPES], ids=["classification", "segmentation"])

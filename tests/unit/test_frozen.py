@@ -182,3 +182,4 @@ def test_convolutions_of_single_pixels_are_products_of_matrices(last, outputs, b
     assert pixels.shape == (2, outputs, 9, 6)
     assert type(layers[0]) is nn.Conv2d  # the model stays as it was
     assert [type(layer) is nn.Conv2d for layer in frozen(layers)] == [False, False, True, True]
+    frozen(layers).load_state_dict(layers.state_dict())  # shapes are as before: others may have read them
