@@ -53,9 +53,9 @@ def normalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     return (images.float() / 255 - shift.view(-1, 1, 1)) / scale.view(-1, 1, 1)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers on a device, brought there once: doing so waits for it."""
+    """Numbers on a device, brought there once: doing so waits for it. Kept for good, since graphs may read them."""
     return torch.tensor(values, device=device)
 
 

@@ -214,9 +214,9 @@ def resized_by_products(x: Tensor, size: Sequence[int]) -> Tensor:
     return tall.permute(0, 3, 1, 2)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.cache
 def _between_corners(old: int, new: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(new, old) weights of bilinear interpolation along one axis."""
+    """(new, old) weights of bilinear interpolation along one axis; kept for good, since graphs may read them."""
     basis = torch.eye(old, dtype=torch.float64)[None]
     return F.interpolate(basis, new, mode="linear", align_corners=True)[0].T.to(device, dtype)
 
