@@ -14,7 +14,7 @@ import tqdm
 
 from equipoise.tasks import CopyMemoryTask
 from equipoise.train.loop import train
-from equipoise.train.processes import Processes
+from equipoise.train.processes import Processes, part
 from equipoise.train.recipe import Recipe
 
 LOADED = (accelerate, safetensors, torchmetrics, tqdm)
@@ -44,8 +44,7 @@ def enter(function, rank, count, port, reports, arguments):
     except BaseException:
         (Path(reports) / f"{rank}.txt").write_text(traceback.format_exc())
         raise
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    part()
 
 
 def run_all(rank, jobs):

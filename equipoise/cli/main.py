@@ -57,9 +57,11 @@ def train(
     The folder gets config.json (settings, resolved), env.json, metrics.jsonl and checkpoints.
     """
     from equipoise.train.loop import train as run
+    from equipoise.train.processes import part
     from equipoise.train.recipe import Recipe
 
     outcome = run(Recipe.read(recipe, changes or ()), out, data_dir=data_dir, resume=resume)
+    part()
     record = {"step": outcome.step, "metrics": outcome.metrics, "best": outcome.best, "out": str(out)}
     record["interrupted"] = outcome.interrupted
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks

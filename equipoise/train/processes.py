@@ -24,6 +24,12 @@ class ProcessLostError(ConnectionError):
     """Another process of the run has ended."""
 
 
+def part() -> None:
+    """End the connection to the other processes, if there are any: left to the end of the program, it may abort it."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class Processes:
     """The processes that train together; often one.
 
