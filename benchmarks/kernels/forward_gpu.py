@@ -1,16 +1,16 @@
-"""The kernels of a whole forward pass of a trained model, as `evaluate --pareto` times it, on one CUDA device.
+"""The kernels of a whole forward pass of a frozen model, most time first, on one CUDA device.
 
     python -m benchmarks.kernels.forward_gpu pretrained/mdeq_camvid_small --data-dir DIR --solver anderson --steps 1
 
-With few steps of the solver what is left is stem, head, first guess and loss: what no solver saves.
+With few steps of the solver what is left is stem, head, first guess and loss: what no solver saves. `evaluate --pareto`
+times such passes; there learned starts are frozen, too.
 """
 
 import argparse
-from operator import itemgetter
 
 import torch
 
-from benchmarks.kernels.steps_gpu import profiled
+from benchmarks.kernels.steps_gpu import profiled, ranked
 from equipoise import CapturedForward, Stop, override
 from equipoise.nn import frozen
 from equipoise.solvers import named_solver
@@ -47,10 +47,9 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="of the task, e.g. task.eval_batch_size=4")
     options = parser.parse_args()
     kernels = kernels_of(options)
-    sums = sorted(((sum(us), len(us), name) for name, us in kernels.items()), key=itemgetter(0), reverse=True)
-    all_us, launches = (sum(map(itemgetter(place), sums)) for place in (0, 1))
-    print(f"{options.solver}, {options.steps} steps: {launches} kernels, {all_us:.0f} us")
-    for total, count, name in sums[:LISTED]:
+    launches, us = sum(map(len, kernels.values())), sum(map(sum, kernels.values()))
+    print(f"{options.solver}, {options.steps} steps: {launches} kernels, {us:.0f} us")
+    for name, count, total in ranked(kernels, LISTED):
         print(f"{total:8.0f} us {count:4} × {total / count:7.1f}  {name[:150]}")
 
 

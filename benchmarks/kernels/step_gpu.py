@@ -20,13 +20,12 @@ import tempfile
 import time
 import traceback
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.kernels.steps_gpu import profiled
+from benchmarks.kernels.steps_gpu import profiled, ranked
 from equipoise.train.loop import _Run, setup
 from equipoise.train.recipe import Recipe
 
@@ -142,8 +141,9 @@ def measure(run: _Run, small: bool, profile: bool) -> Row:
         row |= {"replayed": run.captured.replayed, "fallbacks": dict(run.captured.fallbacks)}
     if profile:
         found = profiled(step, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        rows = [{"kernel": name[:100], "count": len(times), "ms": sum(times) / 1e3} for name, times in found.items()]
-        row["kernels"] = sorted(rows, key=itemgetter("ms"), reverse=True)[:LISTED]
+        row["kernels"] = [
+            {"kernel": name[:100], "count": count, "ms": us / 1e3} for name, count, us in ranked(found, LISTED)
+        ]
     return row
 
 

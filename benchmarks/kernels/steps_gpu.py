@@ -401,6 +401,12 @@ def profiled(work: Work, device: torch.device, span: dict[str, float] | None = N
     return kernels
 
 
+def ranked(kernels: dict[str, list[float]], most: int) -> list[tuple[str, int, float]]:
+    """Those of the kernels that take most time: name, launches and microseconds."""
+    found = [(name, *_sums(times)) for name, times in kernels.items()]
+    return sorted(found, key=lambda kernel: -kernel[2])[:most]
+
+
 # The report
 
 

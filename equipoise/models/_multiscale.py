@@ -50,7 +50,7 @@ def _normed(norm: nn.Module, x: Tensor, plus: Tensor | None = None, **options: A
     return group_norm(x, norm.num_groups, norm.weight, norm.bias, plus, eps=norm.eps, **options)
 
 
-def _conv_dtype(z: Tensor) -> torch.dtype:
+def conv_dtype(z: Tensor) -> torch.dtype:
     """What maps are written in for a convolution: the dtype of autocast, but not where vmap may keep it from acting."""
     return z.dtype if not torch.compiler.is_compiling() and inside_a_transform() else product_dtype(z)
 
@@ -94,7 +94,7 @@ class ResidualBlock(nn.Module):
 
     def forward(self, z: Tensor, x: Tensor | None, dtype: torch.dtype, uses: int) -> States:
         """The result in a dtype of choice, once for every place that uses it."""
-        narrow = _conv_dtype(z)
+        narrow = conv_dtype(z)
         narrowed = z
         if narrow != z.dtype and not torch.compiler.is_compiling():
             z, narrowed = _Both.apply(z, narrow)  # type: ignore[no-untyped-call]
@@ -235,10 +235,10 @@ class MultiscaleCell(nn.Module):
         several = len(self.blocks) > 1
         # Under autocast what goes to a convolution is as narrow as it would make it.
         r = [
-            block(state, injected, _conv_dtype(state), len(z))
+            block(state, injected, conv_dtype(state), len(z))
             for block, state, injected in zip(self.blocks, z, given, strict=False)
         ]
         if not several:
             return tuple(r[0])
         sums = zip(self.mixings, self.fusion(r), z, strict=True)
-        return tuple(mix(total, _conv_dtype(state)) for mix, total, state in sums)
+        return tuple(mix(total, conv_dtype(state)) for mix, total, state in sums)

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from equipoise._compat import reenter_autocast
-from equipoise.models._multiscale import conv
-from equipoise.ops.taps import product_dtype
+from equipoise.models._multiscale import conv, conv_dtype
 
 
 def normed(layer: nn.Module, channels: int, momentum: float, affine: bool = True) -> list[nn.Module]:
@@ -196,7 +195,7 @@ def _for_a_convolution(x: Tensor, size: Sequence[int]) -> Tensor:
     """
     if torch.is_grad_enabled():
         return resized(x, size)
-    narrow = product_dtype(x)
+    narrow = conv_dtype(x)
     with reenter_autocast(x.device.type, None):
         x = x.to(narrow)
         if x.is_cuda and x.is_contiguous(memory_format=torch.channels_last):
