@@ -238,6 +238,8 @@ class _Run:
         settings, step = self.recipe.train, self.state.step
         if settings.anneal_by == "steps" or settings.minutes is None:
             return step
+        if step < settings.learning_rate.warmup:  # else it would be over before kernels are compiled
+            return step
         share = self.processes.gather(self._clock() / (60 * settings.minutes))[0]
         return max(step, int(min(share, 1.0) * settings.steps))
 

@@ -49,8 +49,8 @@ class Training:
         steps: Optimiser steps.
         minutes: Wall time after which the run ends as after its last step, resumed parts counted; None for no limit.
         anneal_by: "steps" for a learning rate that is planned for `steps`, whatever `minutes` says; "minutes" to have
-            it where the clock is, if that is further on: a run that ends early has annealed, but cannot be repeated
-            bit by bit.
+            it where the clock is after its linear start, if that is further on: a run that ends early has annealed, but
+            cannot be repeated bit by bit.
         accumulation: Shares into which a process splits its part of each batch, done one after another to save memory.
         seed: Key of everything random.
         log_every: Steps between lines of the log.

@@ -114,6 +114,17 @@ def test_a_rate_that_follows_the_clock_is_annealed_when_time_is_up(tmp_path, mon
     assert rates == pytest.approx([0.5 * (1 + math.cos(math.pi * share)) for share in (0, 1 / 3, 2 / 3)])
 
 
+def test_the_linear_start_of_a_rate_is_counted_in_steps_whatever_the_clock_says(tmp_path, monkeypatch):
+    """Half of the time is up after the first step, as where kernels are compiled for long."""
+    monkeypatch.setattr(loop._Run, "_clock", lambda self: 15.0 if self.state.step else 0.0)
+    settings = ('train.learning_rate={name="cosine", warmup=3}', "train.log_every=1", "train.minutes=0.5")
+    train(recipe(COPY, *settings, "train.anneal_by=minutes", "train.steps=5"), tmp_path)
+    base = recipe(COPY).train.optimiser.lr
+    rates = [record["lr"] / base for record in train_records(tmp_path).values()]
+    cosine = [0.5 * (1 + math.cos(math.pi * share)) for share in (3 / 5, 4 / 5)]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, *cosine])
+
+
 def test_a_rate_cannot_follow_a_clock_without_a_limit():
     with pytest.raises(ConfigError, match=r"anneal_by.*needs minutes.*train\.minutes"):
         recipe(COPY, "train.anneal_by=minutes")
