@@ -16,7 +16,7 @@ from equipoise.solvers._hyper_step import LearnedMemory, learned_step
 
 if TYPE_CHECKING:
     from equipoise._loop import Buffers
-    from equipoise.ops import ChannelsParts, HyperParts, LowRankParts
+    from equipoise.ops import ChannelsParts, CorrectedParts, HyperParts, LowRankParts
 
 Evaluate = Callable[[Leaves], Leaves]
 
@@ -52,12 +52,23 @@ def _stepping(solver: Solver) -> Solver:
 
 def _is_fused(solver: HyperAnderson, stop: Stop, spec: StateSpec) -> bool:
     """Whether a learned solver has a fused step here; without kernels there is nothing to gain by it."""
-    from equipoise.ops import channels, hyper, low_rank
+    from equipoise.ops import channels, corrected, hyper, low_rank
     from equipoise.ops._backend import KERNEL_DTYPES
 
     known = all(parameter.dtype in KERNEL_DTYPES for parameter in solver.parameters())
-    served = [hyper, low_rank, *([channels] if stop.fixed_budget else [])]
+    served = [hyper, low_rank, corrected, *([channels] if stop.fixed_budget else [])]
     return spec.device.type == "cuda" and known and any(one.supports(solver.config, spec) for one in served)
+
+
+def _parts_of(solver: HyperAnderson, spec: StateSpec) -> "ChannelsParts | CorrectedParts | HyperParts | LowRankParts":
+    """What the fused step of a learned solver needs of it."""
+    from equipoise.ops import ChannelsParts, CorrectedParts, HyperParts, LowRankParts
+
+    if solver.config.solves:
+        return CorrectedParts.of(solver, spec)
+    if solver.config.rank == 0:
+        return HyperParts.of(solver, spec)
+    return ChannelsParts.of(solver, spec) if solver.config.kind == "images" else LowRankParts.of(solver, spec)
 
 
 @dataclass(frozen=True)
@@ -82,17 +93,13 @@ class Method:
     image_dtype: torch.dtype | None = None
     half: bool = False
     stepping: Solver = field(init=False)
-    parts: "ChannelsParts | HyperParts | LowRankParts | None" = field(init=False, default=None)
+    parts: "ChannelsParts | CorrectedParts | HyperParts | LowRankParts | None" = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        from equipoise.ops import ChannelsParts, HyperParts, LowRankParts
-
         object.__setattr__(self, "stepping", _stepping(self.solver))
         solver, problem = self.stepping, self.problem
         if isinstance(solver, HyperAnderson) and problem is not None and _is_fused(solver, self.stop, problem.spec):
-            corrected = ChannelsParts if solver.config.kind == "images" else LowRankParts
-            kind = corrected if solver.config.rank > 0 else HyperParts
-            object.__setattr__(self, "parts", kind.of(solver, problem.spec))
+            object.__setattr__(self, "parts", _parts_of(solver, problem.spec))
 
     @property
     def takes_half(self) -> bool:
@@ -109,15 +116,19 @@ class Method:
         from equipoise.ops import (
             AndersonMemory,
             BroydenMemory,
+            CorrectedMemory,
+            CorrectedParts,
             HyperMemory,
             HyperParts,
             LowRankMemory,
             LowRankParts,
         )
 
+        # Rounding is relative to a residual, whatever its size, and bfloat16 has room for all of them.
+        narrow = torch.bfloat16 if self.half and z[0].dtype == torch.float32 else None
+        if isinstance(self.parts, CorrectedParts):
+            return CorrectedMemory.of(z, self.parts, narrow)
         if isinstance(self.stepping, Anderson):
-            # Rounding is relative to a residual, whatever its size, and bfloat16 has room for all of them.
-            narrow = torch.bfloat16 if self.half and z[0].dtype == torch.float32 else None
             return AndersonMemory.empty(z, self.stepping.memory, self.image_dtype, narrow)
         if isinstance(self.stepping, Broyden):
             return BroydenMemory.empty(z, self.stepping.memory or self.stop.max_steps)
@@ -126,8 +137,7 @@ class Method:
         if isinstance(self.parts, HyperParts):
             # Rounding is relative to a residual: half the bytes, the same equilibrium. Free weights do not end there.
             whole = z[0].dtype != torch.float32 or self.parts.weights == "free"
-            narrow = None if whole else torch.bfloat16
-            return HyperMemory.empty(z, self.parts, narrow, self.image_dtype)
+            return HyperMemory.empty(z, self.parts, None if whole else torch.bfloat16, self.image_dtype)
         if isinstance(self.stepping, HyperAnderson) and self.parts is None:
             assert self.problem is not None
             return LearnedMemory(self.stepping, self.problem.spec, z)
@@ -147,10 +157,12 @@ class Method:
     def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
         """One step given f(z), in place; Anderson's and a fused one may be from elsewhere to elsewhere."""
         from equipoise.ops import (
+            CorrectedParts,
             HyperParts,
             LowRankParts,
             anderson_step,
             broyden_step,
+            corrected_step,
             hyper_step,
             low_rank_step,
             picard_step,
@@ -163,6 +175,8 @@ class Method:
             anderson_step(z, fz, memory, standing, **rules, **settings, out=out)
         elif isinstance(solver, Broyden):
             broyden_step(z, fz, memory, standing, **rules, step=solver.step)
+        elif isinstance(self.parts, CorrectedParts):
+            corrected_step(z, fz, memory, standing, self.parts, **rules, out=out)
         elif isinstance(self.parts, LowRankParts):
             low_rank_step(z, fz, memory, standing, self.parts, **rules, out=out)
         elif isinstance(self.parts, HyperParts):

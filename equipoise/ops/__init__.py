@@ -9,6 +9,7 @@ from equipoise.ops.anderson import AndersonMemory, anderson_step
 from equipoise.ops.attention import attend
 from equipoise.ops.broyden import BroydenMemory, broyden_step, low_rank_apply
 from equipoise.ops.channels import ChannelsParts, channels_follow
+from equipoise.ops.corrected import CorrectedMemory, CorrectedParts, corrected_step
 from equipoise.ops.hyper import HyperMemory, HyperParts, hyper_step
 from equipoise.ops.last import take_last
 from equipoise.ops.likelihood import add_nll, nll
@@ -26,6 +27,8 @@ __all__ = [
     "AndersonMemory",
     "BroydenMemory",
     "ChannelsParts",
+    "CorrectedMemory",
+    "CorrectedParts",
     "HyperMemory",
     "HyperParts",
     "LowRankMemory",
@@ -36,6 +39,7 @@ __all__ = [
     "attend",
     "broyden_step",
     "channels_follow",
+    "corrected_step",
     "drop_taps",
     "gather_taps",
     "group_norm",

@@ -33,9 +33,9 @@ class HyperConfig:
         products: Whether the step network also sees inner products of residuals.
         local: Of sequences: weights and a step length for each position, from its own residuals, instead of one set
             for all. What a position gets does not depend on later ones.
-        rank: Inner size of a linear map of the newest residual that is added to the next iterate; 0 for none. It
-            stands for what further plain steps would add, so that fewer are needed. Of images, if it is above 0, a
-            matrix over the channels of a pixel, whole, at each resolution.
+        rank: Inner size of a linear map of residuals that is added to images; 0 for none. It stands for what further
+            plain steps would add, so that fewer are needed, and weights are of its results. Of images, if it is above
+            0, a matrix over the channels of a pixel, whole, at each resolution.
         reach: Of sequences: how many positions it looks at, a position's own and those before it.
         warm: What becomes of a start that is not zero: "keep" it, or "replace" it by the learned one.
     """

@@ -1,5 +1,6 @@
 """Anderson's update with learned weights and step length, from a learned start."""
 
+import copy
 import dataclasses
 import math
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class HyperState(State):
     """What is remembered between steps, for N systems, or as many rows as they have positions if weights are local.
 
     Attributes:
-        images: Past f(z); None where only the newest counts.
+        images: Past f(z), with what the correction adds to them; None where only the newest counts.
         residuals: Past f(z) − z.
         series: (N, memory, c) past residuals in few numbers, the newest last.
         gram: (N, memory, memory) inner products of past residuals, the newest last; None if they are not looked at.
@@ -70,9 +71,9 @@ class HyperAnderson(Solver, nn.Module):
 
     With residuals g_i = f(z_i) − z_i of the last `memory` iterates, a small network reads a few numbers of each and
     gives weights α that sum to one and a step length β; the next iterate is Σ α_i z_i + β Σ α_i g_i, plus, if asked
-    for, a linear map of the newest g_i, of low rank or over channels. Another network guesses the start from the input.
-    Cost per step: one f, two weighted sums, and products of matrices of some dozens of rows; nothing is factorised and
-    nothing read on the host. Storage: 2·memory states.
+    for, Σ α_i C g_i with a learned linear map C, of low rank or over channels. Another network guesses the start from
+    the input. Cost per step: one f, two weighted sums, and products of matrices of some dozens of rows; nothing is
+    factorised and nothing read on the host. Storage: 2·memory states.
 
     Before it is fitted, it is the plain iteration z ← f(z). It does not change what the equilibrium is: residuals are
     measured, and the best iterate is chosen, by the driver, as for any solver. The same weights serve any number of
@@ -135,6 +136,17 @@ class HyperAnderson(Solver, nn.Module):
         if tree_tensors(example):
             example = tuple(leaf[0].numel() for leaf in tree_tensors(example))
         return cls(HyperConfig("any", _sizes(example), source, **settings))
+
+    def plainly(self) -> "HyperAnderson":
+        """This solver, its start and its correction, with all weight on the newest iterate."""
+        if self.config.learns_steps:
+            raise ValueError(
+                f"HyperAnderson: weights={self.config.weights!r} with mixing={self.config.mixing} are learned, and "
+                "plain steps would not teach them: weights of least squares without mixing can be left out."
+            )
+        plain = copy.copy(self)  # on the same networks
+        plain.config = dataclasses.replace(self.config, weights="newest", mixing=False, plain_sum=False)
+        return plain
 
     @property
     def num_parameters(self) -> int:
@@ -220,8 +232,6 @@ class HyperAnderson(Solver, nn.Module):
         """
         state = dataclasses.replace(state, count=state.count + 1)
         images, older, residuals = self.rows(fz), self.rows(z), state.residuals
-        if state.images is not None:
-            state.images.push(images)
         if g is None and residuals is not None:
             change = residuals.push_difference(images, older)[1]
         else:
@@ -229,12 +239,14 @@ class HyperAnderson(Solver, nn.Module):
             if residuals is not None:
                 residuals.push(change)
         shaped = _shaped(spec, [row.view(leaf.shape) for row, leaf in zip(change, z, strict=True)])
-        next_rows = self._next(images, change, shaped, state)
         if self.correction is not None:
+            # f(z) + C(f(z) − z) has the roots of f, and goes there in fewer steps: what follows works on its images.
             dtype = next(self.correction.parameters()).dtype
-            added = self.correction([leaf.to(dtype) for leaf in shaped])
-            flat = zip(next_rows, _flat(spec, added), strict=True)
-            next_rows = [row + more.to(row.dtype).view_as(row) for row, more in flat]
+            added = _flat(spec, self.correction([leaf.to(dtype) for leaf in shaped]))
+            images = [row + more.to(row.dtype).view_as(row) for row, more in zip(images, added, strict=True)]
+        if state.images is not None:
+            state.images.push(images)
+        next_rows = self._next(images, change, shaped, state)
         return [row.reshape(leaf.shape) for row, leaf in zip(next_rows, z, strict=True)], state
 
     def rows(self, z: Leaves) -> Leaves:

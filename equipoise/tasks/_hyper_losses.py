@@ -78,6 +78,8 @@ class FitSettings:
             its square, "uniform", or the "last" alone.
         logarithm: Whether logarithms of relative distances are minimised, to which every solver step matters alike,
             instead of distances, as published, to which late steps, being close already, hardly matter.
+        plain: Whether unrolled steps are plain ones. Weights of least squares, which are not learned, are left to use
+            then, and a step of the fit costs less.
         joint: Whether the initialiser is also trained by the distances of later iterates.
         checkpoint: Evaluate f again in the backward pass instead of keeping its graphs.
         solver: The classic solver that finds the equilibria.
@@ -96,6 +98,7 @@ class FitSettings:
     losses: LossWeights = LossWeights()
     emphasis: Literal["increasing", "quadratic", "uniform", "last"] = "increasing"
     logarithm: bool = True
+    plain: bool = False
     joint: bool = False
     checkpoint: bool = False
     solver: Solver = Broyden()
@@ -323,6 +326,8 @@ def unrolled_losses(solver: HyperAnderson, target: Target, settings: FitSettings
 
 def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> Losses:
     problem, root = target.problem, target.root
+    if settings.plain:
+        solver = solver.plainly()
     z, state = solver.guess(problem, target.start), solver.empty_state(target.start)
     initial, size = _distance(z, root), _leaves.norm(root).clamp_min(tiny_norm(root[0].dtype))
     if not settings.joint:

@@ -336,7 +336,7 @@ class Networks:
         hidden: Inner size of the initialiser.
         compressed: Numbers that a residual becomes.
         width: Inner size of the step network.
-        rank: Inner size of the linear map of the newest residual that is added to the next iterate; 0 for none.
+        rank: Inner size of the linear map of residuals that is added to images; 0 for none.
         reach: Of sequences: positions that it looks at.
         budget: Largest share of the model's parameters.
     """

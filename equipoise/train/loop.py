@@ -352,7 +352,7 @@ class _Run:
             budget: Steps of the solver; None for what the schedule says.
         """
         plan, window = self._apply_plan(budget), StatsWindow()
-        self.processes.average_statistics(self.model)
+        self.processes.average_statistics(self.model, self.state.average)
         self.model.eval()
         with self.state.averaged(), self.accelerator.autocast():
             values = evaluate(self.task, self.model, self.splits, split, self.processes.device, window, most)
@@ -366,7 +366,9 @@ class _Run:
     def _save(self, metrics: dict[str, float] | None = None) -> None:
         root = self.out / CHECKPOINTS
         self.state.seconds = self._clock()
-        self.processes.average_statistics(self.model)  # of all processes: a resumed run begins with these everywhere
+        self.processes.average_statistics(
+            self.model, self.state.average
+        )  # of all processes: a resumed run begins with these everywhere
         folder = self.state.save(root, self.config, self.processes)
         if self.processes.main:
             # The score of a warm-up stack is not that of the equilibrium its weights will be loaded as.

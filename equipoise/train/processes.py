@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from equipoise.train.optim import WeightAverage, is_statistic
+
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 BUCKET = 2**24  # numbers sent at once
-_STATISTICS = ("running_mean", "running_var")
 
 
 class ProcessLostError(ConnectionError):
@@ -101,11 +102,17 @@ class Processes:
         self._add_up([p.grad for p in used if p.grad is not None])
 
     @torch.no_grad()
-    def average_statistics(self, model: nn.Module) -> None:
-        """Give BatchNorm the mean of its running statistics in all processes, each of which saw rows of its own."""
+    def average_statistics(self, model: nn.Module, average: WeightAverage | None = None) -> None:
+        """Give BatchNorm the mean of its running statistics in all processes, each of which saw rows of its own.
+
+        Args:
+            model: Whose they are.
+            average: Of its weights, if one is kept: its statistics likewise.
+        """
         if self.count == 1:
             return
-        self._add_up(_running_statistics(model), share=1 / self.count)
+        named = [*model.named_buffers(), *(average.mean.items() if average else ())]
+        self._add_up([tensor for name, tensor in named if is_statistic(name)], share=1 / self.count)
 
     def _add_up(self, tensors: list[Tensor], share: float = 1.0) -> None:
         """Give each tensor a share of its sum in all processes."""
@@ -118,11 +125,6 @@ class Processes:
         with _reported():
             dist.all_reduce(tensor)
         return tensor
-
-
-def _running_statistics(model: nn.Module) -> list[Tensor]:
-    """Running means and variances, by the names that normalisation layers have for them."""
-    return [buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] in _STATISTICS]
 
 
 def _buckets(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

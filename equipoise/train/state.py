@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from equipoise.train.alternate import Alternation
@@ -21,7 +20,7 @@ from equipoise.train.checkpoint import (
     save_checkpoint,
     write_best,
 )
-from equipoise.train.optim import Stepper, WeightAverage
+from equipoise.train.optim import Stepper, WeightAverage, averaged_tensors, copy_weights
 from equipoise.train.processes import Processes
 from equipoise.train.schedule import PenaltyControl, PlateauMonitor
 from equipoise.train.shares import Share, joined, on_cpu, part_of
@@ -78,7 +77,7 @@ class RunState:
         return folder
 
     def _trainer(self, processes: Processes) -> dict[str, Any]:
-        live = {name: p.detach().clone() for name, p in self.model.named_parameters()} if self.average else None
+        live = {name: value.clone() for name, value in averaged_tensors(self.model).items()} if self.average else None
         local = (
             [(s.rows, on_cpu(s.carry)) for s in self.shares],
             self.forward.state_dict(),
@@ -119,9 +118,7 @@ class RunState:
 
     def _take(self, trainer: Mapping[str, Any], processes: Processes) -> None:
         if trainer["live"] is not None:
-            with torch.no_grad():
-                for name, parameter in self.model.named_parameters():
-                    parameter.copy_(trainer["live"][name])
+            copy_weights(self.model, trainer["live"])
         self.step, self.seconds = int(trainer["step"]), float(trainer["seconds"])
         self.saved = self.step
         self.stepper.load_state_dict(trainer["stepper"])

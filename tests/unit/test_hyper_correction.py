@@ -28,6 +28,7 @@ from tests.unit.test_hyper_study import MEASURING, QUICK, RECIPES, SIZES
 RANK = 3
 MEMORYLESS = {"weights": "newest", "mixing": False, "rank": RANK}
 FORMS = {"full": {"rank": RANK}, "memoryless": MEMORYLESS, "corrected": {"rank": RANK, "weights": "corrected"}}
+FORMS["least_squares"] = {"rank": RANK, "weights": "least_squares", "mixing": False}
 every_form = pytest.mark.parametrize("form", FORMS)
 every_cell = pytest.mark.parametrize("name", ["sequence", "local", "images", "any"])
 
@@ -50,8 +51,8 @@ def test_unfitted_it_is_as_without(name, form):
     deq, x, solver = made(name, **FORMS[form])
     assert solver.correction is not None
     bare = HyperAnderson(dataclasses.replace(solver.config, rank=0))
-    assert same(solved(deq, x, solver).value, solved(deq, x, bare).value)
-    if form != "corrected":  # which begins as Anderson
+    assert same(solved(deq, x, solver).value, solved(deq, x, bare).value, 1e-4 if form == "least_squares" else 0.0)
+    if not solver.config.solves:  # else it begins as Anderson
         assert same(solved(deq, x, solver).value, solved(deq, x, Picard()).value)
 
 
@@ -63,9 +64,9 @@ def test_none_is_made_unless_asked_for():
     assert learned.num_parameters == 2 * 10 * RANK
 
 
-@pytest.mark.parametrize("form", ["full", "memoryless"])
+@pytest.mark.parametrize("form", ["full", "memoryless", "least_squares"])
 def test_the_next_iterate(form):
-    """Σ α_i z_i + β Σ α_i g_i + U V g of the newest, term by term."""
+    """Σ α_i z_i + β Σ α_i g_i + U V Σ α_i g_i, term by term."""
     deq, x, solver = made("any", source=None, **{"memory": 3, **FORMS[form]})
     shaken(solver)
     down, up = solver.correction.down.weight, solver.correction.up.weight
@@ -78,7 +79,8 @@ def test_the_next_iterate(form):
             zs.append(z[0])
             gs.append(fz[0] - z[0])
             z, state = solver.propose(problem, z, fz, state)
-            added = gs[-1] @ down.T @ up.T
+            newest = zip(state.weights.T, gs[-state.weights.shape[1] :], strict=True)
+            added = sum(weight[:, None] * g for weight, g in newest) @ down.T @ up.T
             assert added.abs().max() > 1e-3 * gs[-1].abs().max()
             without = fz[0] if form == "memoryless" else reference_step(solver, zs, gs, state.weights, state.mixing)
             assert torch.allclose(z[0], without + added, rtol=1e-4, atol=1e-5)
@@ -474,7 +476,7 @@ def test_the_best_iterate_stands_when_the_correction_is_bad(form):
     assert torch.allclose(relative, solution.stats.residual, rtol=1e-4)
 
 
-@every_form
+@pytest.mark.parametrize("form", ["full", "memoryless"])
 def test_stalled_systems_are_handed_to_a_classic_solver(form):
     deq, x, solver = spoiled(form)
     stop = Stop(rtol=1e-4, max_steps=20)
@@ -482,6 +484,40 @@ def test_stalled_systems_are_handed_to_a_classic_solver(form):
     guarded = solved(deq, x, Ladder((solver, Anderson())), stop)
     assert guarded.stats.ok.all()
     assert same(guarded.value, solved(deq, x, Anderson(), Stop(rtol=1e-6)).value, 1e-2)
+
+
+def test_weights_of_least_squares_take_up_what_a_bad_map_leaves():
+    """For ten unknowns a few steps of Anderson's undo it; plain ones on the same map do not converge."""
+    deq, x, solver = spoiled("least_squares")
+    assert solved(deq, x, solver, Stop(rtol=1e-4, max_steps=20)).stats.ok.all()
+    assert not solved(deq, x, solver.plainly(), Stop(rtol=1e-4, max_steps=20)).stats.ok.any()
+
+
+# Fitted by plain steps
+
+
+def test_a_plain_fit_is_that_of_the_memoryless_solver():
+    """The same networks, the same losses, the same gradients."""
+    deq, x, solver = made("any", **FORMS["least_squares"])
+    shaken(solver)
+    memoryless = HyperAnderson(dataclasses.replace(solver.config, weights="newest"))
+    memoryless.load_state_dict(solver.state_dict())
+    (target,), _ = find_targets(deq, x, FitSettings(accept=1.0))
+    found = {}
+    for name, one, plain in (("plain", solver, True), ("memoryless", memoryless, False), ("in use", solver, False)):
+        one.zero_grad()
+        losses = unrolled_losses(one, target, FitSettings(unroll=4, plain=plain))
+        losses.convergence.backward()
+        found[name] = losses.convergence.item(), one.correction.up.weight.grad.clone()
+    assert found["plain"][0] == found["memoryless"][0] != found["in use"][0]
+    assert torch.equal(found["plain"][1], found["memoryless"][1])
+    assert solver.config.weights == "least_squares"
+
+
+def test_what_is_learned_cannot_be_left_out():
+    deq, x, solver = made("any", **FORMS["full"])
+    with pytest.raises(ValueError, match="weights='shift' with mixing=True are learned"):
+        fit_hyper_solver(deq, [x], FitSettings(steps=1, plain=True, accept=1.0), solver=solver)
 
 
 # Reports

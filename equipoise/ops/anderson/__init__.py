@@ -78,6 +78,7 @@ def anderson_step(
     mixing: float = 1.0,
     bound: float | None = None,
     out: Leaves | None = None,
+    images: Leaves | None = None,
     backend: str = "auto",
 ) -> None:
     """Measure the iterates z with images f(z), and replace them by Anderson's proposals. All in place.
@@ -104,6 +105,8 @@ def anderson_step(
         out: With a fixed budget, where to write the proposals instead: over the iterates before z, in the first step
             over anything. Then a best iterate is copied only when the next one turns out to be no better, which saves
             8 bytes per unknown; `picard_settle` must come after the last step.
+        images: What is remembered and combined in place of f(z), e.g. what a learned map makes of it; residuals, and
+            so the weights, stay those of f.
         backend: "auto", "naive" or "triton".
     """
     require_number("anderson_step", "mixing", mixing, low=0.0, high=2.0, open_low=True)
@@ -114,7 +117,7 @@ def anderson_step(
     ridge = max(ridge, torch.finfo(work).eps)
     rules = Rules.of(stop, floor, sum(leaf.shape[1] for leaf in z), work)
     rings = (*memory.images, *memory.residuals)
-    kernel = use_kernel("anderson_step", backend, (*z, *fz, *rings, *standing.best, *(out or ())))
+    kernel = use_kernel("anderson_step", backend, (*z, *fz, *rings, *standing.best, *(out or ()), *(images or ())))
     if kernel and slots > MOST_MEMORY:
         if backend == "triton":
             raise ValueError(f"anderson_step: the kernel takes a memory of at most {MOST_MEMORY}, got {slots}.")
@@ -137,4 +140,5 @@ def anderson_step(
         mixing,
         bound,
         out,
+        images,
     )

@@ -12,7 +12,7 @@ from equipoise.solvers.anderson import residual_weights
 def step(
     z: Leaves,
     fz: Leaves,
-    images: Leaves,
+    ring: Leaves,
     residuals: Leaves,
     gram: Tensor,
     weights: Tensor,
@@ -22,6 +22,7 @@ def step(
     mixing: float,
     bound: float | None,
     out: Leaves | None,
+    images: Leaves | None,
 ) -> None:
     """See `anderson_step`; everything is written in place."""
     work = standing.residual.dtype
@@ -32,20 +33,20 @@ def step(
     slot, filled = count % memory, min(count + 1, memory)
     actions = judge(_leaves.norm(g), _leaves.norm(fz), standing, rules)
     rows = running.nonzero()[:, 0]
-    for ring, leaf in zip((*images, *residuals), (*fz, *g), strict=True):
-        ring[rows, slot] = leaf[rows].to(ring.dtype)
+    for kept, leaf in zip((*ring, *residuals), (*(images or fz), *g), strict=True):
+        kept[rows, slot] = leaf[rows].to(kept.dtype)
     # The Gram matrix is that of the residuals as stored, so that it stays positive whatever their dtype.
-    stored = [ring[:, :filled].to(work) for ring in residuals]
-    row = _leaves.sum_of([torch.einsum("nmd,nd->nm", ring, ring[:, slot]) for ring in stored]).to(gram.dtype)
+    stored = [kept[:, :filled].to(work) for kept in residuals]
+    row = _leaves.sum_of([torch.einsum("nmd,nd->nm", kept, kept[:, slot]) for kept in stored]).to(gram.dtype)
     row[:, slot] *= 1 + ridge
     gram[rows, slot, :filled] = row[rows]
     gram[rows, :filled, slot] = row[rows]
     weights[rows, :filled] = residual_weights(gram[:, :filled, :filled], weights.dtype, slot, bound)[rows]
     weights[rows, filled:] = 0
     alpha = weights[:, :filled].to(work)
-    proposal = [torch.einsum("nm,nmd->nd", alpha, ring[:, :filled].to(work)) for ring in images]
+    proposal = [torch.einsum("nm,nmd->nd", alpha, kept[:, :filled].to(work)) for kept in ring]
     if mixing != 1.0:
-        back = [torch.einsum("nm,nmd->nd", alpha, ring) for ring in stored]
+        back = [torch.einsum("nm,nmd->nd", alpha, kept) for kept in stored]
         proposal = _leaves.axpy(proposal, mixing - 1.0, back)
     if out is not None:
         actions = postponed(actions, standing)

@@ -60,6 +60,7 @@ def _solve(products, gram_ptr, weights_ptr, count, ridge, bound, MEMORY: tl.cons
 def _measure_block(
     z_ptr,
     fz_ptr,
+    kept_ptr,
     images_ptr,
     residuals_ptr,
     images_slot,
@@ -72,6 +73,7 @@ def _measure_block(
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     EVICT: tl.constexpr,
+    OTHER: tl.constexpr,
 ):
     slot = (count % MEMORY).to(tl.int64)
     at = start + tl.arange(0, BLOCK)
@@ -87,7 +89,8 @@ def _measure_block(
     image = fz.to(tl.float32)
     g = image - z
     stored = g.to(residuals_ptr.dtype.element_ty)
-    tl.store(images_ptr + slot * images_slot + at, fz, mask=inside)
+    kept = tl.load(kept_ptr + at, mask=inside, other=0.0) if OTHER else fz
+    tl.store(images_ptr + slot * images_slot + at, kept, mask=inside)
     tl.store(residuals_ptr + slot * residuals_slot + at, stored, mask=inside)
     # Products with the residual as it is stored: the Gram matrix stays positive whatever its dtype.
     newest = stored.to(tl.float32)[None, :]
@@ -101,10 +104,12 @@ def _measure_block(
 def _measure(
     z_ptrs,
     fz_ptrs,
+    kept_ptrs,
     images_ptrs,
     residuals_ptrs,
     z_rows,
     fz_rows,
+    kept_rows,
     images_rows,
     images_slots,
     residuals_rows,
@@ -139,12 +144,14 @@ def _measure(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     EVICT: tl.constexpr,
+    OTHER: tl.constexpr,
     APART: tl.constexpr,
     PATIENCE: tl.constexpr,
     FIXED: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """Store the newest image and residual; partial sums of ⟨g_i, g⟩ for every slot i, ‖g‖² and ‖f‖².
+    """Store the newest image, or what is kept in its place, and residual; partial sums of ⟨g_i, g⟩ for every slot i,
+    ‖g‖² and ‖f‖².
 
     `partial` is (N, num_blocks, SLOTS + 2). When those of a system are complete it is judged, its Gram matrix gets the
     new row, and the weights are solved for.
@@ -162,6 +169,7 @@ def _measure(
             _measure_block(
                 z_ptrs[i] + row * z_rows[i],
                 fz_ptrs[i] + row * fz_rows[i],
+                kept_ptrs[i] + row * kept_rows[i],
                 images_ptrs[i] + row * images_rows[i],
                 residuals_ptrs[i] + row * residuals_rows[i],
                 images_slots[i],
@@ -174,6 +182,7 @@ def _measure(
                 SLOTS,
                 BLOCK,
                 EVICT,
+                OTHER,
             )
     if _blocks.arrives_last(arrived_ptr, row, num_blocks):
         action = _kernels.judge(
@@ -298,7 +307,7 @@ def _mix(
 def step(
     z: Leaves,
     fz: Leaves,
-    images: Leaves,
+    ring: Leaves,
     residuals: Leaves,
     gram: Tensor,
     weights: Tensor,
@@ -308,6 +317,7 @@ def step(
     mixing: float,
     bound: float | None,
     out: Leaves | None,
+    images: Leaves | None,
 ) -> None:
     """See `anderson_step`."""
     memory, blocks = gram.shape[1], _blocks.Blocks.of(z, BLOCK)
@@ -317,7 +327,7 @@ def step(
     slots = triton.next_power_of_2(memory)
     partial = weights.new_empty((blocks.systems, blocks.total, slots + 2))
     action = standing.status.new_empty(blocks.systems)
-    for grid, leaves in blocks.launches(z=z, fz=fz, images=images, residuals=residuals):
+    for grid, leaves in blocks.launches(z=z, fz=fz, kept=images or fz, images=ring, residuals=residuals):
         _measure[grid](
             **leaves,
             partial_ptr=partial,
@@ -334,11 +344,12 @@ def step(
             BLOCK=BLOCK,
             CHUNK=min(triton.next_power_of_2(blocks.total), MOST_CHUNK),
             EVICT=EVICT,
+            OTHER=images is not None,
             APART=out is not None,
             **_kernels.judging(standing, rules),
             num_warps=WARPS,
         )
-    for grid, leaves in blocks.launches(z=out or z, best=standing.best, images=images, residuals=residuals):
+    for grid, leaves in blocks.launches(z=out or z, best=standing.best, images=ring, residuals=residuals):
         _mix[grid](
             **leaves,
             weights_ptr=weights,
