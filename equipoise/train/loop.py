@@ -38,6 +38,7 @@ from equipoise.train.recipe import Recipe
 from equipoise.train.schedule import Horizon, StepPlan, step_seed
 from equipoise.train.shares import Share, make_shares
 from equipoise.train.state import RunState, note_best
+from equipoise.train.statistics import restated, running_statistics
 from equipoise.train.tracking import MetricsWriter, Pace, StatsWindow, TensorboardMirror, environment, headline
 
 if TYPE_CHECKING:
@@ -352,7 +353,7 @@ class _Run:
             budget: Steps of the solver; None for what the schedule says.
         """
         plan, window = self._apply_plan(budget), StatsWindow()
-        self.processes.average_statistics(self.model, self.state.average)
+        self._settle_statistics()
         self.model.eval()
         with self.state.averaged(), self.accelerator.autocast():
             values = evaluate(self.task, self.model, self.splits, split, self.processes.device, window, most)
@@ -363,12 +364,32 @@ class _Run:
             solve |= {"max_steps": plan.eval_plan.stop.max_steps, "rtol": plan.eval_plan.stop.rtol}
         return {**values, **{f"solve_{key}": value for key, value in solve.items() if key != "failed"}}
 
+    def _settle_statistics(self) -> None:
+        """Give all processes the same statistics of BatchNorm, and averaged weights those that go with them."""
+        state = self.state
+        self.processes.average_statistics(self.model)  # a resumed run begins with these everywhere
+        known = state.statistics is not None and state.statistics[0] == state.step
+        if state.average is None or not state.average.active or known or not running_statistics(self.model):
+            return
+        with state.average.applied(self.model), restated(self.model, self._show_training_batches) as found:
+            self.processes.average_statistics(self.model)
+            state.statistics = state.step, {name: value.clone() for name, value in found.items()}
+
+    def _show_training_batches(self) -> None:
+        """Run the model on the coming batches, without learning from them."""
+        assert self.state.average is not None
+        first = self.state.step
+        with self.accelerator.autocast():
+            for step in range(first, first + self.state.average.settings.batches):
+                for share in self.state.shares:
+                    batch = share.splits.train(step).to(self.processes.device)
+                    if batch.rows.count:
+                        self.task.training_step(self.model, batch, None, step)
+
     def _save(self, metrics: dict[str, float] | None = None) -> None:
         root = self.out / CHECKPOINTS
         self.state.seconds = self._clock()
-        self.processes.average_statistics(
-            self.model, self.state.average
-        )  # of all processes: a resumed run begins with these everywhere
+        self._settle_statistics()
         folder = self.state.save(root, self.config, self.processes)
         if self.processes.main:
             # The score of a warm-up stack is not that of the equilibrium its weights will be loaded as.

@@ -2,7 +2,7 @@
 
 import abc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -408,35 +408,32 @@ class Averaging:
         kind: "ema" (exponential), or "uniform" (plain mean, as averaged gradient descent uses).
         decay: Of the exponential average: weight of the past in each update.
         start: First step that is averaged; None to wait for `WeightAverage.begin`, e.g. on a plateau.
+        batches: Training batches from which BatchNorm, where there is any, gets the statistics of averaged weights.
     """
 
     kind: Literal["ema", "uniform"] = "ema"
     decay: float = 0.999
     start: int | None = 0
+    batches: int = 30
 
     def __post_init__(self) -> None:
         require_number("Averaging", "decay", self.decay, low=0.0, high=1.0)
+        require_count("Averaging", "batches", self.batches)
         if self.start is not None:
             require_count("Averaging", "start", self.start, low=0)
 
 
 class WeightAverage:
-    """The running average of a model's weights, in float32 at least: parameters, and statistics that BatchNorm keeps.
+    """The running average of a model's parameters, in float32 at least.
 
-    Those belong to the weights they were gathered with; averaged weights between statistics of the newest ones score
-    far worse than either, unless the learning rate has come down to almost nothing.
-
-    Attributes:
-        settings: How it is made.
-        count: Updates so far.
-        mean: The averages by name.
+    Buffers are not averaged; statistics that go with averaged weights are taken anew (`equipoise.train.statistics`).
     """
 
     def __init__(self, settings: Averaging) -> None:
         self.settings = settings
         self.count = 0
         self._begun = False
-        self.mean: dict[str, Tensor] = {}
+        self._mean: dict[str, Tensor] = {}
 
     @property
     def active(self) -> bool:
@@ -454,7 +451,7 @@ class WeightAverage:
             return
         self.count += 1
         if self.count == 1:
-            self.mean = {name: value.to(_wide(value), copy=True) for name, value in averaged_tensors(model).items()}
+            self._mean = {name: p.detach().to(_wide(p), copy=True) for name, p in model.named_parameters()}
             return
         self.blend(model)
 
@@ -469,8 +466,8 @@ class WeightAverage:
     def blend(self, model: nn.Module) -> None:
         """Mix the weights of a model into the average, which is there; they are not counted."""
         share = 1 - self.settings.decay if self.settings.kind == "ema" else 1 / self.count
-        newest = {name: value.to(_wide(value)) for name, value in averaged_tensors(model).items()}
-        torch._foreach_lerp_([self.mean[name] for name in newest], list(newest.values()), share)
+        newest = {name: parameter.detach().to(_wide(parameter)) for name, parameter in model.named_parameters()}
+        torch._foreach_lerp_([self._mean[name] for name in newest], list(newest.values()), share)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -478,47 +475,33 @@ class WeightAverage:
         if not self.active:
             yield model
             return
-        live = {name: value.clone() for name, value in averaged_tensors(model).items()}
+        live = {name: p.detach().clone() for name, p in model.named_parameters()}
         try:
-            copy_weights(model, self.mean)
+            _copy_into(model, self._mean)
             yield model
         finally:
-            copy_weights(model, live)
+            _copy_into(model, live)
 
     def state_dict(self) -> dict[str, Any]:
         """What is needed to continue."""
-        return {"count": self.count, "begun": self._begun, "mean": dict(self.mean)}
+        return {"count": self.count, "begun": self._begun, "mean": dict(self._mean)}
 
     def load_state_dict(self, state: dict[str, Any], model: nn.Module) -> None:
         """Continue from a saved state, on the devices of the parameters of `model`."""
-        newest, mean = averaged_tensors(model), dict(state["mean"])
-        if mean:  # older ones are of parameters alone
-            mean |= {name: value for name, value in newest.items() if is_statistic(name) and name not in mean}
-        if mean and set(mean) != set(newest):
-            odd = sorted(set(mean) ^ set(newest))
+        places = {name: p.device for name, p in model.named_parameters()}
+        mean = state["mean"]
+        if mean and set(mean) != set(places):
+            odd = sorted(set(mean) ^ set(places))
             raise ValueError(f"the saved average is of another model: {', '.join(odd[:3])} is in one of them only.")
         self.count, self._begun = int(state["count"]), bool(state["begun"])
-        self.mean = {name: value.to(newest[name].device, _wide(value), copy=True) for name, value in mean.items()}
+        self._mean = {name: value.to(places[name], copy=True) for name, value in mean.items()}
 
 
-def averaged_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What an average is of, by name, detached: parameters, and running statistics of BatchNorm."""
-    statistics = {name: buffer for name, buffer in model.named_buffers() if is_statistic(name)}
-    return {**{name: parameter.detach() for name, parameter in model.named_parameters()}, **statistics}
-
-
-def is_statistic(name: str) -> bool:
-    """Whether a buffer of this name is a running statistic of BatchNorm."""
-    return name.rpartition(".")[2] in ("running_mean", "running_var")
+def _wide(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 @torch.no_grad()
-def copy_weights(model: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give a model the values of what averages are of; what is not among them stays as it is."""
-    for name, tensor in averaged_tensors(model).items():
-        if name in values:
-            tensor.copy_(values[name])
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.promote_types(value.dtype, torch.float32)
+def _copy_into(model: nn.Module, values: dict[str, Tensor]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.copy_(values[name])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from equipoise.train.optim import WeightAverage, is_statistic
+from equipoise.train.statistics import running_statistics
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -102,17 +102,11 @@ class Processes:
         self._add_up([p.grad for p in used if p.grad is not None])
 
     @torch.no_grad()
-    def average_statistics(self, model: nn.Module, average: WeightAverage | None = None) -> None:
-        """Give BatchNorm the mean of its running statistics in all processes, each of which saw rows of its own.
-
-        Args:
-            model: Whose they are.
-            average: Of its weights, if one is kept: its statistics likewise.
-        """
+    def average_statistics(self, model: nn.Module) -> None:
+        """Give BatchNorm the mean of its running statistics in all processes, each of which saw rows of its own."""
         if self.count == 1:
             return
-        named = [*model.named_buffers(), *(average.mean.items() if average else ())]
-        self._add_up([tensor for name, tensor in named if is_statistic(name)], share=1 / self.count)
+        self._add_up(list(running_statistics(model).values()), share=1 / self.count)
 
     def _add_up(self, tensors: list[Tensor], share: float = 1.0) -> None:
         """Give each tensor a share of its sum in all processes."""

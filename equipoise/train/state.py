@@ -1,13 +1,14 @@
 """What changes over a run besides the weights, how it is saved, and how a run goes on from it."""
 
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from equipoise.train.alternate import Alternation
 from equipoise.train.checkpoint import (
@@ -20,10 +21,11 @@ from equipoise.train.checkpoint import (
     save_checkpoint,
     write_best,
 )
-from equipoise.train.optim import Stepper, WeightAverage, averaged_tensors, copy_weights
+from equipoise.train.optim import Stepper, WeightAverage
 from equipoise.train.processes import Processes
 from equipoise.train.schedule import PenaltyControl, PlateauMonitor
 from equipoise.train.shares import Share, joined, on_cpu, part_of
+from equipoise.train.statistics import copy_statistics, running_statistics
 from equipoise.train.tracking import StatsWindow
 
 
@@ -44,6 +46,7 @@ class RunState:
         forward: Statistics of solves since the last log line.
         backward: Likewise, of the backward solves.
         saved: Step of the newest checkpoint.
+        statistics: Of BatchNorm, those of the averaged weights after this step; None where they are not known yet.
     """
 
     model: nn.Module
@@ -58,10 +61,21 @@ class RunState:
     forward: StatsWindow = field(default_factory=StatsWindow)
     backward: StatsWindow = field(default_factory=StatsWindow)
     saved: int | None = None
+    statistics: tuple[int, dict[str, Tensor]] | None = None
 
-    def averaged(self) -> Any:
-        """A context in which the model has its averaged weights, if there are any."""
-        return self.average.applied(self.model) if self.average else nullcontext()
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with its averaged weights, if there are any, and with their statistics, if these are known."""
+        with self.average.applied(self.model) if self.average else nullcontext():
+            if self.statistics is None or self.statistics[0] != self.step:
+                yield
+                return
+            live = {name: value.clone() for name, value in running_statistics(self.model).items()}
+            copy_statistics(self.model, self.statistics[1])
+            try:
+                yield
+            finally:
+                copy_statistics(self.model, live)
 
     def save(self, root: Path, config: dict[str, Any], processes: Processes) -> Path:
         """Write a checkpoint of this step; all processes take part, the first one writes.
@@ -77,7 +91,7 @@ class RunState:
         return folder
 
     def _trainer(self, processes: Processes) -> dict[str, Any]:
-        live = {name: value.clone() for name, value in averaged_tensors(self.model).items()} if self.average else None
+        live = {name: value.detach().clone() for name, value in _trained(self.model).items()} if self.average else None
         local = (
             [(s.rows, on_cpu(s.carry)) for s in self.shares],
             self.forward.state_dict(),
@@ -118,7 +132,10 @@ class RunState:
 
     def _take(self, trainer: Mapping[str, Any], processes: Processes) -> None:
         if trainer["live"] is not None:
-            copy_weights(self.model, trainer["live"])
+            with torch.no_grad():
+                for name, tensor in _trained(self.model).items():
+                    if name in trainer["live"]:  # older checkpoints have parameters alone
+                        tensor.copy_(trainer["live"][name])
         self.step, self.seconds = int(trainer["step"]), float(trainer["seconds"])
         self.saved = self.step
         self.stepper.load_state_dict(trainer["stepper"])
@@ -136,6 +153,11 @@ class RunState:
         if processes.main:  # the statistics of all processes are in there
             for window, state in zip((self.forward, self.backward), trainer["statistics"], strict=True):
                 window.load_state_dict(state)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """What training goes on from: parameters, and the statistics that go with them."""
+    return {**dict(model.named_parameters()), **running_statistics(model)}
 
 
 def note_best(root: Path, folder: Path, step: int, metric: str, score: float | None, keep: int) -> None:

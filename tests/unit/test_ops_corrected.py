@@ -25,7 +25,7 @@ SEQUENCES, IMAGES = ("plain", "leaves"), ("two", "aligned")
 
 
 class Case:
-    """A solver with a map as after some fitting, a start, and where its states are stored; of sequences or of images."""
+    """A solver with a map as after some fitting, a start, and how its states are stored."""
 
     def __init__(self, name, dtype=torch.float32):
         case = (test_ops_low_rank if name in SEQUENCES else test_ops_channels).Case(name, dtype=dtype)
@@ -46,7 +46,7 @@ class Case:
         return z, CorrectedMemory.of(z, self.parts), Standing.start(z)
 
 
-every_case = pytest.mark.parametrize("name", (*SEQUENCES, *IMAGES))
+every_case = pytest.mark.parametrize("name", [*SEQUENCES, *IMAGES])
 
 
 def assert_near(ours, theirs, tolerance):
