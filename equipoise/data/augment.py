@@ -65,6 +65,9 @@ class Augment(abc.ABC):
 
     draws: ClassVar[int]
     """Numbers needed for a row."""
+    whole: ClassVar[bool] = False
+    """Whether it cuts whole pictures where a set has them, squeezed to one size: `pixels` then follows the draws, (N,)
+    what the width of a pixel is over its height."""
 
     @abc.abstractmethod
     def __call__(self, images: Tensor, targets: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,7 +141,8 @@ class CentreCrop(Augment):
 class ResizedCrop(Augment):
     """A window of random size and shape, scaled to a square, mirrored half of the time.
 
-    The first of ten windows that fits is taken; if none does, the largest one in the middle.
+    The first of ten windows that fits is taken; if none does, the largest one in the middle. Of pictures that were
+    squeezed to one size, windows are those of the pictures as they were: what they show is not squeezed.
 
     Attributes:
         size: Side of the result.
@@ -150,6 +154,7 @@ class ResizedCrop(Augment):
     area: tuple[float, float] = (0.08, 1.0)
     aspect: tuple[float, float] = (3 / 4, 4 / 3)
     draws: ClassVar[int] = 23
+    whole: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require_count("ResizedCrop", "size", self.size)
@@ -158,17 +163,24 @@ class ResizedCrop(Augment):
         if not 0 < self.aspect[0] <= self.aspect[1]:
             raise ValueError(f"ResizedCrop: aspect must be positive and in order, (0.75, 1.33); got {self.aspect}.")
 
-    def __call__(self, images: Tensor, targets: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, images: Tensor, targets: Tensor, draws: Tensor, pixels: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         if targets.dim() > 1:
             raise ValueError("ResizedCrop is for classification; masks are changed by ScaleCrop.")
         height, width = images.shape[-2:]
+        pixels = draws.new_ones(len(images)) if pixels is None else pixels
         area = height * width * (self.area[0] + (self.area[1] - self.area[0]) * draws[:, :10])
         low, high = (math.log(value) for value in self.aspect)
-        aspect = torch.exp(low + (high - low) * draws[:, 10:20])
+        # Shapes are drawn as they are seen: the wider pixels are, the fewer of them lie side by side in a window.
+        aspect = torch.exp(low + (high - low) * draws[:, 10:20]) / pixels[:, None]
         wide, tall = (area * aspect).sqrt(), (area / aspect).sqrt()  # (N, 10)
         fits = (wide <= width) & (tall <= height)
         first = fits.long().argmax(1, keepdim=True)
-        most = min(width, height * self.aspect[1]), min(height, width / self.aspect[0])
+        most = (
+            (height * self.aspect[1] / pixels).clamp(max=width),
+            (width / self.aspect[0] * pixels).clamp(max=height),
+        )
         w, h = (
             torch.where(fits.any(1), side.gather(1, first)[:, 0], whole)
             for side, whole in zip((wide, tall), most, strict=True)

@@ -159,6 +159,13 @@ def decode_square(path: Path, size: int) -> Tensor:
         return covering(picture, (size, size))
 
 
+def decode_squeezed(path: Path, size: int) -> tuple[Tensor, float]:
+    """A whole picture as (3, size, size), and its width over its height, which is that of its pixels then."""
+    with opened(path) as picture:
+        squeezed = picture.convert("RGB").resize((size, size), pillow().Resampling.BILINEAR)
+        return to_tensor(squeezed), picture.width / picture.height
+
+
 def covering(picture: Any, size: tuple[int, int], mode: str = "RGB") -> Tensor:
     """The middle of an open picture, scaled until it covers a height and width."""
     height, width = size

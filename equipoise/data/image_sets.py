@@ -1,5 +1,6 @@
 """Sets of images with classes: CIFAR-10, MNIST, Tiny-ImageNet, and folders in the manner of ImageNet."""
 
+import functools
 import io
 import os
 import pickle
@@ -21,6 +22,7 @@ from equipoise.data.image_files import (
     class_folders,
     decode,
     decode_square,
+    decode_squeezed,
     read_known,
     readable,
     tiles,
@@ -261,6 +263,7 @@ def imagenet(data_dir: DataDir = None, size: int = 256) -> ImageData:
     """Folders of pictures, one for each class, in train/ and val/ (and perhaps test/), as ImageNet is often kept.
 
     Pictures are scaled to a shorter side of `size` and cut to a square when they are read; small sets are read at once.
+    `ResizedCrop` cuts whole pictures instead, squeezed to squares of the same size, which a small set then holds, too.
 
     Args:
         data_dir: The folder, or the one in which imagenet/ lies.
@@ -284,4 +287,12 @@ def imagenet(data_dir: DataDir = None, size: int = 256) -> ImageData:
 
 
 def _decoded(found: list[tuple[Path, int]], size: int) -> Decoded:
-    return Decoded(len(found), lambda i: (decode_square(found[i][0], size), torch.tensor(found[i][1])))
+    def squeezed(index: int) -> tuple[Tensor, Tensor, Tensor]:
+        image, pixels = decode_squeezed(found[index][0], size)
+        return image, torch.tensor(found[index][1]), torch.tensor(pixels, dtype=torch.float32)
+
+    return Decoded(
+        len(found),
+        lambda i: (decode_square(found[i][0], size), torch.tensor(found[i][1])),
+        whole=functools.cache(lambda: hold(Decoded(len(found), squeezed))),
+    )

@@ -38,22 +38,37 @@ class Stored:
     Args:
         images: (N, C, H, W) uint8.
         targets: (N,) int64 classes or (N, H, W) uint8 masks.
+        pixels: (N,) what the width of a pixel is over its height, for pictures that were squeezed to one size.
+        whole: Makes the split of whole pictures of which these images are parts, once; None if they are whole.
     """
 
-    def __init__(self, images: Tensor, targets: Tensor) -> None:
+    def __init__(
+        self,
+        images: Tensor,
+        targets: Tensor,
+        pixels: Tensor | None = None,
+        *,
+        whole: "Callable[[], Stored | Decoded] | None" = None,
+    ) -> None:
         if images.dtype != torch.uint8 or images.dim() != 4 or len(images) != len(targets):
             raise ValueError(
                 f"Stored: expected (N, C, H, W) uint8 images with N targets, got {tuple(images.shape)} {images.dtype} "
                 f"and {tuple(targets.shape)}."
             )
-        self.images, self.targets = images, targets
-        self._copies: dict[torch.device, tuple[Tensor, Tensor] | None] = {}
+        if pixels is not None and pixels.shape != (len(images),):
+            raise ValueError(
+                f"Stored: expected pixels of shape ({len(images)},), one number for each image, got "
+                f"{tuple(pixels.shape)}; leave them out if they are square."
+            )
+        self.images, self.targets, self.whole = images, targets, whole
+        self._parts = (images, targets) if pixels is None else (images, targets, pixels)
+        self._copies: dict[torch.device, tuple[Tensor, ...] | None] = {}
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def fetch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Images and targets of some samples, on a device."""
+    def fetch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Images and targets of some samples, on a device, and their `pixels` if they were squeezed."""
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -62,15 +77,15 @@ class Stored:
         held = self._copies[device]
         if held is not None:
             chosen = indices.to(device, non_blocking=True)
-            return held[0][chosen], held[1][chosen]
-        return tuple(_send(part[indices], device) for part in (self.images, self.targets))  # type: ignore[return-value]
+            return tuple(part[chosen] for part in held)
+        return tuple(_send(part[indices], device) for part in self._parts)
 
-    def _copy(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
+    def _copy(self, device: torch.device) -> tuple[Tensor, ...] | None:
         if device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(device)
-            if self.images.nbytes + self.targets.nbytes > _DEVICE_SHARE * free:
+            if sum(part.nbytes for part in self._parts) > _DEVICE_SHARE * free:
                 return None
-        return self.images.to(device), self.targets.to(device)
+        return tuple(part.to(device) for part in self._parts)
 
 
 class Decoded:
@@ -78,13 +93,20 @@ class Decoded:
 
     Args:
         count: Number of samples.
-        decode: The image (C, H, W) uint8 and the target of a sample; all images must have one size.
+        decode: The image (C, H, W) uint8 and the target of a sample, and its `pixels` if it was squeezed, as in
+            `Stored`; all images must have one size.
+        whole: As in `Stored`.
     """
 
-    def __init__(self, count: int, decode: Callable[[int], tuple[Tensor, Tensor]]) -> None:
-        self.count, self.decode = count, decode
+    def __init__(
+        self,
+        count: int,
+        decode: Callable[[int], tuple[Tensor, ...]],
+        whole: "Callable[[], Stored | Decoded] | None" = None,
+    ) -> None:
+        self.count, self.decode, self.whole = count, decode, whole
         self._pool: ThreadPoolExecutor | None = None
-        self._ahead: dict[tuple[int, ...], list[Future[tuple[Tensor, Tensor]]]] = {}
+        self._ahead: dict[tuple[int, ...], list[Future[tuple[Tensor, ...]]]] = {}
 
     def __len__(self) -> int:
         return self.count
@@ -97,21 +119,20 @@ class Decoded:
                 self._ahead.pop(next(iter(self._ahead)))
             self._ahead[key] = self._submit(key)
 
-    def fetch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Images and targets of some samples, on a device."""
+    def fetch(self, indices: Tensor, device: torch.device | str) -> tuple[Tensor, ...]:
+        """As of `Stored`."""
         key = tuple(indices.tolist())
         found = [future.result() for future in self._ahead.pop(key, None) or self._submit(key)]
-        images, targets = (torch.stack(parts) for parts in zip(*found, strict=True))
-        return _send(images, torch.device(device)), _send(targets, torch.device(device))
+        return tuple(_send(torch.stack(parts), torch.device(device)) for parts in zip(*found, strict=True))
 
-    def _submit(self, key: tuple[int, ...]) -> list[Future[tuple[Tensor, Tensor]]]:
+    def _submit(self, key: tuple[int, ...]) -> list[Future[tuple[Tensor, ...]]]:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
         return [self._pool.submit(self.decode, index) for index in key]
 
     def stored(self) -> Stored:
         """All samples, decoded now."""
-        return Stored(*self.fetch(torch.arange(self.count), "cpu"))
+        return Stored(*self.fetch(torch.arange(self.count), "cpu"), whole=self.whole)
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -124,8 +145,8 @@ def hold(split: Decoded) -> Stored | Decoded:
     """The split in memory if it is small enough, else as it is."""
     if not len(split):
         raise MissingDataError("a split without images.")
-    image, target = split.decode(0)
-    return split.stored() if len(split) * (image.nbytes + target.nbytes) <= IN_MEMORY else split
+    sample = sum(part.nbytes for part in split.decode(0))
+    return split.stored() if len(split) * sample <= IN_MEMORY else split
 
 
 @dataclass(frozen=True)
@@ -246,10 +267,10 @@ class PendingBatch:
 
     def _augmented(self, indices: Tensor, key: str, device: torch.device | str) -> tuple[Tensor, Tensor]:
         stream = self.stream
-        images, targets = stream.split.fetch(indices, device)
+        images, targets, *pixels = stream.shown.fetch(indices, device)
         if stream.augment is not None:
             draws = self._draws(stream.augment.draws, key, images.device)
-            images, targets = stream.augment(images, targets, draws)
+            images, targets = stream.augment(images, targets, draws, *pixels)
         return images, targets.long()
 
     def _draws(self, count: int, key: str, device: torch.device) -> Tensor:
@@ -299,6 +320,14 @@ class ImageStream:
                 "to that at most."
             )
 
+    @functools.cached_property
+    def shown(self) -> Stored | Decoded:
+        """What batches are made of: the whole pictures of the split if it has them and augmentation cuts them."""
+        # Late, since whole pictures of a small set are read here: who only evaluates never needs them.
+        if self.split.whole is not None and self.augment is not None and self.augment.whole:
+            return self.split.whole()
+        return self.split
+
     def __len__(self) -> int:
         return len(self.split) if self.samples is None else len(self.samples)
 
@@ -311,12 +340,12 @@ class ImageStream:
         """Batch number `position`, or the share of it that this rank has; passes follow one another."""
         require_count("ImageStream", "position", position, low=0)
         pending = self._pending(position)
-        if isinstance(self.split, Decoded):
+        if isinstance(self.shown, Decoded):
             goes_on = self.shuffle or position + 1 < self.batches_per_epoch
             for coming in (pending, *([self._pending(position + 1)] if goes_on else [])):
-                self.split.announce(coming.indices)
+                self.shown.announce(coming.indices)
                 if coming.partners is not None:
-                    self.split.announce(coming.partners)
+                    self.shown.announce(coming.partners)
         return pending
 
     def _pending(self, position: int) -> PendingBatch:

@@ -17,7 +17,7 @@ from equipoise.models._multiscale import conv
 from equipoise.models._sequence import settings
 from equipoise.models.outputs import VisionOutput
 from equipoise.models.registry import register_model
-from equipoise.models.vision_heads import normed
+from equipoise.models.vision_heads import SegmentationHead, normed
 from equipoise.ops.norm.naive import enlarged
 
 
@@ -340,6 +340,55 @@ class TimmClassifier(nn.Module):
         return VisionOutput(self.network.forward_head(features), [features])
 
 
+class TimmSegmenter(nn.Module):
+    """Segmentation by a network of timm, all of whose maps are read by the head of an MDEQ. Images may have any size.
+
+    Args:
+        architecture: Its name there.
+        num_classes: Classes of pixels.
+        in_channels: Channels of images.
+        final_channels: Of the head, before its last layer; those of all maps together if None.
+        **options: Passed on to `timm.create_model`, e.g. `pretrained=True`, or `out_indices` for some of the maps.
+    """
+
+    def __init__(
+        self,
+        architecture: str,
+        num_classes: int = 11,
+        in_channels: int = 3,
+        final_channels: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        for field, value in (("num_classes", num_classes), ("in_channels", in_channels)):
+            require_count("TimmSegmenter", field, value)
+        if final_channels is not None:
+            require_count("TimmSegmenter", "final_channels", final_channels)
+        timm = _optional("timm", f"the segmenter {architecture!r}")
+        self.in_channels = in_channels
+        self.network = timm.create_model(architecture, features_only=True, in_chans=in_channels, **options)
+        maps = self.network.feature_info
+        channels = maps.channels()
+        self.head = SegmentationHead(channels, final_channels or sum(channels), num_classes, momentum=0.1)
+        self.multiple = maps.reduction(-1)  # of the coarsest map there is, whether or not it is read
+
+    def forward(self, images: Tensor) -> VisionOutput:
+        """Scores (N, classes, H, W), and the maps they are read from, which reach beyond images of odd sizes."""
+        _check_images("TimmSegmenter", images, self.in_channels)
+        height, width = images.shape[2:]
+        below, right = -height % self.multiple, -width % self.multiple
+        if below or right:
+            # HRNet adds its maps up, twice enlarged: sizes that cannot be halved all the way do not fit. The border is
+            # repeated, since one of zeros would be an edge to be seen.
+            images = F.pad(images, (0, right, 0, below), mode="replicate")
+        states = self.network(images)
+        return VisionOutput(self.head(states, images)[:, :, :height, :width], states)
+
+
+_STAGES = (1, 2, 3, 4)
+"""Maps of the four stages, a quarter of the image's size and less: not that of the stem, of half its size."""
+
+
 @register_model
 def timm_classifier(architecture: str = "resnet50", **overrides: Any) -> TimmClassifier:
     """Any classifier of timm, by its name there. Needs timm."""
@@ -356,3 +405,20 @@ def timm_resnet50(**overrides: Any) -> TimmClassifier:
 def timm_hrnet_w18_small(**overrides: Any) -> TimmClassifier:
     """HRNet-W18-Small of timm: 13.2 M parameters. Needs timm."""
     return TimmClassifier("hrnet_w18_small", **overrides)
+
+
+@register_model
+def timm_resnet50_masks(**overrides: Any) -> TimmSegmenter:
+    """ResNet-50 of timm, its four stages read for masks: 25.5 M parameters. Needs timm."""
+    return TimmSegmenter("resnet50", **{"out_indices": _STAGES, "final_channels": 512, **overrides})
+
+
+@register_model
+def timm_hrnet_w18_small_masks(**overrides: Any) -> TimmSegmenter:
+    """HRNet-W18-Small of timm, its last maps read for masks: 1.54 M parameters. Needs timm.
+
+    They are read as they are, as in the reference: timm by default widens them by a part of the classifier.
+
+    Reference: J. Wang et al., Deep high-resolution representation learning for visual recognition, TPAMI 2020.
+    """
+    return TimmSegmenter("hrnet_w18_small", **{"out_indices": _STAGES, "feature_location": "", **overrides})

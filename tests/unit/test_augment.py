@@ -106,6 +106,49 @@ def test_resized_crops_are_windows_of_a_linear_image():
     assert torch.equal(mirrored, draws[:, 22] < 0.5)
 
 
+def linear(height, width, count):
+    """How far down and how far across pixels lie, as shares of the image."""
+    down, across = ((torch.arange(size) + 0.5) / size for size in (height, width))
+    size = (count, 1, height, width)
+    return down[:, None].expand(size), across.expand(size)
+
+
+@pytest.mark.parametrize("seen", [0.4, 1.0, 2.5])
+def test_windows_of_a_squeezed_picture_have_the_area_and_shape_asked_for_as_it_was(seen):
+    rows, size = 400, 64
+    draws, classes = row_draws(Rows(0, rows, rows), 23, "squeezed"), torch.zeros(rows)
+    rule, pixels = ResizedCrop(16, area=(0.08, 1.0)), torch.full((rows,), seen)
+    down, across = (rule(x, classes, draws, pixels)[0][:, 0] for x in linear(size, size, rows))
+    # Steps between pixels, as shares of the picture; the outermost ones may lie where values are held.
+    tall, wide = (side.diff(dim=1)[:, 2:-2].abs().mean(1) * 16 for side in (down[:, :, 8], across[:, 8]))
+    share, aspect = wide * tall, seen * wide / tall
+    assert share.min() >= 0.08 - 1e-3
+    assert share.max() <= min(1, 4 / 3 / seen, 4 / 3 * seen) + 1e-3  # what the largest allowed shape can show
+    assert share.max() > 0.95 * min(1, 4 / 3 / seen, 4 / 3 * seen)
+    assert aspect.min() == pytest.approx(3 / 4, abs=0.01)
+    assert aspect.max() == pytest.approx(4 / 3, abs=0.01)
+
+
+@pytest.mark.parametrize("size", [(40, 100), (100, 40), (40, 40), (8, 100)])
+def test_windows_of_a_squeezed_picture_are_those_of_the_picture_as_it_was(size):
+    """The plain twin: the same draws on the picture before it was squeezed, which is too narrow for any window once."""
+    rows, (height, width) = 200, size
+    draws, classes = row_draws(Rows(0, rows, rows), 23, "twins"), torch.zeros(rows)
+    rule, pixels = ResizedCrop(12), torch.full((rows,), width / height)
+    for side, squeezed in zip(linear(height, width, rows), linear(64, 64, rows), strict=True):
+        expected, found = rule(side, classes, draws)[0], rule(squeezed, classes, draws, pixels)[0]
+        edge = 0.5 / min(size)  # within half a pixel of the border values are held
+        torch.testing.assert_close(found.clamp(edge, 1 - edge), expected.clamp(edge, 1 - edge), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", [(9, 9), (4, 20)])
+def test_square_pixels_change_nothing(size):
+    draws, images = row_draws(Rows(0, 90, 90), 23, "square"), torch.rand(90, 3, *size)
+    for area in ((0.08, 1.0), (0.9, 1.0)):
+        plain, _ = ResizedCrop(6, area)(images, torch.zeros(90), draws)
+        assert torch.equal(ResizedCrop(6, area)(images, torch.zeros(90), draws, torch.ones(90))[0], plain)
+
+
 def test_a_window_that_never_fits_gives_the_largest_one_in_the_middle():
     images = ramp(2, 4, 20)
     draws = torch.full((2, 23), 0.999)

@@ -1,5 +1,6 @@
 """Explicit image models: sizes, shapes, gradients; packages that may be missing."""
 
+import itertools
 import sys
 import types
 
@@ -10,7 +11,14 @@ from torch import nn
 
 from equipoise.models.outputs import VisionOutput
 from equipoise.models.registry import create_model, list_models
-from equipoise.models.vision_baselines import NeuralODEConfig, ResNet, ResNetConfig, UNet, UNetConfig
+from equipoise.models.vision_baselines import (
+    NeuralODEConfig,
+    ResNet,
+    ResNetConfig,
+    TimmSegmenter,
+    UNet,
+    UNetConfig,
+)
 from tests.gradients import normal, relative_error
 
 
@@ -218,10 +226,124 @@ def test_real_timm_classifiers():
     assert torch.equal(model(images).logits, model.network(images))
 
 
+class Maps(nn.Module):
+    """Maps of a half, a quarter and an eighth of the size; as in HRNet, sizes must be such that they can be added."""
+
+    class Info:
+        def __init__(self, indices):
+            self.indices = indices
+
+        def channels(self):
+            return [(3, 4, 5)[k] for k in self.indices]
+
+        def reduction(self, index):
+            return (2, 4, 8)[index]
+
+    def __init__(self, out_indices=(0, 1, 2), **options):
+        super().__init__()
+        self.options = {"out_indices": out_indices, **options}
+        self.feature_info = self.Info(out_indices)
+        widths = [options["in_chans"], 3, 4, 5]
+        self.convs = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in itertools.pairwise(widths))
+        self.narrow = nn.Conv2d(5, 3, 1, bias=False)
+
+    def forward(self, x):
+        maps = []
+        for layer in self.convs:
+            x = layer(x).tanh()
+            maps.append(x)
+        maps[0] = maps[0] + F.interpolate(self.narrow(x), scale_factor=4.0, mode="nearest")
+        return [maps[k] for k in self.feature_info.indices]
+
+
+@pytest.fixture
+def timm_maps(monkeypatch):
+    """timm with one network, by any name, that gives maps."""
+    module = types.ModuleType("timm")
+    module.create_model = lambda name, **options: Maps(name=name, **options)
+    monkeypatch.setitem(sys.modules, "timm", module)
+
+
+@pytest.mark.parametrize("size", [(16, 24), (45, 61), (5, 7)], ids=str)
+def test_a_segmenter_of_timm_is_that_of_the_formulas(timm_maps, size):
+    model = TimmSegmenter("any", num_classes=4, in_channels=2, final_channels=6).double()
+    images = normal(2, 2, *size)
+    for module in model.head.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.uniform_(0.5, 2)
+            module.running_mean.normal_()
+    p = model.eval().head.state_dict()
+    height, width = (side + -side % 8 for side in size)
+    rows, columns = torch.arange(height).clamp(max=size[0] - 1), torch.arange(width).clamp(max=size[1] - 1)
+    states = model.network(images[:, :, rows][:, :, :, columns])
+
+    def enlarged(x, size):
+        return F.interpolate(x, size, mode="bilinear", align_corners=True)
+
+    y = torch.cat([enlarged(state, (height // 2, width // 2)) for state in states], dim=1)
+    y = F.conv2d(y, p["final.0.weight"], p["final.0.bias"])
+    y = F.batch_norm(y, p["final.1.running_mean"], p["final.1.running_var"], p["final.1.weight"], p["final.1.bias"])
+    y = F.conv2d(y.clamp(min=0), p["classifier.weight"], p["classifier.bias"])
+    want = enlarged(y, (height, width))[:, :, : size[0], : size[1]]
+    output = model(images)
+    assert isinstance(output, VisionOutput)
+    assert output.logits.shape == (2, 4, *size)
+    assert relative_error(output.logits, want) <= 1e-13
+    assert [tuple(state.shape) for state in output.states] == [
+        (2, channels, height // by, width // by) for channels, by in ((3, 2), (4, 4), (5, 8))
+    ]
+
+
+def test_segmenters_of_timm_train(timm_maps):
+    """Also when maps are left out that the network adds to those which are read."""
+    for options in ({}, {"out_indices": (0,)}):
+        model = TimmSegmenter("any", in_channels=1, **options).double()
+        assert model.head.final[0].out_channels == (3 if options else 12)
+        images = normal(2, 1, 13, 10)
+        model(images).logits.square().mean().backward()
+        for name, parameter in model.named_parameters():
+            if name == "head.final.0.bias":  # BatchNorm takes it away
+                continue
+            assert parameter.grad.abs().max() > 1e-12, name
+
+
+def test_presets_of_segmenters_of_timm(timm_maps):
+    known = {"in_chans": 1, "features_only": True}
+    model = create_model("timm_resnet50_masks", num_classes=7, in_channels=1, out_indices=(0, 1), pretrained=False)
+    assert model.network.options == {"name": "resnet50", "out_indices": (0, 1), "pretrained": False, **known}
+    assert model.head.final[0].out_channels == 512
+    model = create_model("timm_hrnet_w18_small_masks", num_classes=7, in_channels=1, out_indices=(0, 1))
+    assert model.network.options == {"name": "hrnet_w18_small", "out_indices": (0, 1), "feature_location": "", **known}
+    assert model.head.final[0].out_channels == 7
+    assert model(torch.randn(2, 1, 9, 9)).logits.shape == (2, 7, 9, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "options"),
+    # ResNets of timm begin with blocks that give nothing, so their first gradients are zero.
+    [("timm_resnet50_masks", 25_481_291, {"zero_init_last": False}), ("timm_hrnet_w18_small_masks", 1_538_891, {})],
+)
+def test_real_segmenters_of_timm(name, parameters, options):
+    pytest.importorskip("timm")
+    model = create_model(name, **options)
+    assert count(model) == parameters
+    output = model(torch.randn(2, 3, 45, 61))
+    assert output.logits.shape == (2, 11, 45, 61)
+    assert [tuple(state.shape[2:]) for state in output.states] == [(16, 16), (8, 8), (4, 4), (2, 2)]
+    output.logits.square().mean().backward()
+    for key, parameter in model.named_parameters():
+        if key != "head.final.0.bias":
+            assert parameter.grad is not None, key
+            assert parameter.grad.abs().max() > 0, key
+
+
 # What is refused
 
 
-@pytest.mark.parametrize(("name", "package"), [("neural_ode_cifar", "torchdiffeq"), ("timm_resnet50", "timm")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("neural_ode_cifar", "torchdiffeq"), ("timm_resnet50", "timm"), ("timm_hrnet_w18_small_masks", "timm")],
+)
 def test_a_missing_package_is_named(monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=f"needs {package}, which is not installed: pip install {package}"):
@@ -245,3 +367,13 @@ def test_bad_settings():
     with pytest.raises(ValueError, match="rtol must be a number"):
         NeuralODEConfig(rtol=0.0)
     assert {"resnet_cifar_tiny", "unet_small", "timm_classifier"} <= set(list_models())
+
+
+def test_bad_settings_of_segmenters_of_timm(timm_maps):
+    for field in ("num_classes", "in_channels", "final_channels"):
+        with pytest.raises(ValueError, match=f"TimmSegmenter: {field} must be an integer of at least 1, got 0"):
+            TimmSegmenter("any", **{field: 0})
+    with pytest.raises(ValueError, match=r"images must be \(N, 3, H, W\), got shape \(1, 2, 8, 8\)"):
+        TimmSegmenter("any")(torch.zeros(1, 2, 8, 8))
+    with pytest.raises(ValueError, match="unknown model 'timm_resnet50_mask'; did you mean 'timm_resnet50_masks'"):
+        create_model("timm_resnet50_mask")
