@@ -115,8 +115,13 @@ def _metric(curve: Mapping[str, Any], steps: int, name: str = "metric") -> float
 
 
 def area(curve: Mapping[str, Any], equilibrium: float, unroll: int) -> float:
-    """Mean excess of the loss over that of the equilibrium after 1 to `unroll` steps; infinite if one is not finite."""
+    """Mean excess of the loss over that of the equilibrium after 1 to `unroll` steps; infinite if one is not finite.
+
+    Not a number where none of these numbers of steps was measured.
+    """
     losses = [float(point["loss"]) - equilibrium for point in curve["points"] if 1 <= point["steps"] <= unroll]
+    if not losses:
+        return math.nan
     return statistics.fmean(losses) if all(map(math.isfinite, losses)) else math.inf
 
 

@@ -116,6 +116,19 @@ def test_another_task_is_fitted_and_measured_anew(studied, not_drawn, tmp_path):
     assert {"measuring classic, anderson", "measuring full, seed-0"} <= set(said)
 
 
+def test_numbers_of_steps_beyond_those_that_were_unrolled(studied, tmp_path):
+    """There is no mean over the unrolled steps then, and the report is written all the same."""
+    run, _, _, _ = studied
+    far = Measuring(budgets=(8,), at=8, most=1, rounds=3, warmup=0)
+    record = study_run(run, {"full": CHOSEN["full"]}, tmp_path / "out", seeds=1, measuring=far)
+    assert CHOSEN["full"].fit.unroll < 8
+    assert all(math.isnan(float(row["area"]["mean"])) for row in record["table"])
+    written = (tmp_path / "out" / "README.md").read_text("utf-8")
+    assert "## Overhead" in written
+    assert "nan" not in written
+    json.loads((tmp_path / "out" / "report.json").read_text("utf-8"))
+
+
 def test_a_report_that_is_ended_has_what_was_measured(studied, tmp_path, monkeypatch):
     run, out = shutil.copytree(studied[0], tmp_path / "run"), tmp_path / "out"
     times, done = pareto_module._Bench._times, []
@@ -353,6 +366,7 @@ def test_a_slope_is_the_median_of_those_between_two_points():
 def test_the_excess_of_the_loss():
     assert area(curve(9.0, 3.0, 2.0, 1.5), 1.0, 2) == pytest.approx(1.5)
     assert area(curve(9.0, 3.0, math.nan), 1.0, 2) == math.inf
+    assert math.isnan(area({"points": [{"steps": 8, "loss": 1.0}]}, 1.0, 2))
     rows = variants(record_of(full=[curve(5.0, 1.5, 1.0), curve(5.0, 2.5, 1.0)], worse=[curve(9.0, math.inf, 1.0)]))
     assert [row["name"] for row in rows] == ["full", "anderson", "worse"]
     assert rows[0]["area"] == pytest.approx({"mean": 0.5, "std": 0.5 / math.sqrt(2)})
