@@ -132,10 +132,10 @@ class RunState:
 
     def _take(self, trainer: Mapping[str, Any], processes: Processes) -> None:
         if trainer["live"] is not None:
+            live = {**running_statistics(self.model), **trainer["live"]}  # older checkpoints have parameters alone
             with torch.no_grad():
                 for name, tensor in _trained(self.model).items():
-                    if name in trainer["live"]:  # older checkpoints have parameters alone
-                        tensor.copy_(trainer["live"][name])
+                    tensor.copy_(live[name])
         self.step, self.seconds = int(trainer["step"]), float(trainer["seconds"])
         self.saved = self.step
         self.stepper.load_state_dict(trainer["stepper"])
