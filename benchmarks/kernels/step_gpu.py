@@ -3,8 +3,9 @@
     python -m benchmarks.kernels.step_gpu --out benchmarks/results/<date>_step
 
 Steps are those of the training loop, fetching of batches included, of a run without evaluations: the sizes of
-recipes/ptb_trellisnet.toml with 16 + 12 fixed steps on random words, and MDEQ TINY with 12 + 12, LARGE and that of
-CamVid by their recipes, on images of shapes. With `--profile` the kernels of a replayed step follow, most time first.
+recipes/ptb_trellisnet.toml with 16 + 12 fixed steps on random words, and of recipes/ptb_trellisnet_alternating.toml
+with a learned solver and without; MDEQ TINY with 12 + 12, LARGE and that of CamVid by their recipes, on images of
+shapes. With `--profile` the kernels of a replayed step follow, most time first.
 `ms` is wall time of many steps in a row; `host ms` is how long a step keeps the host, from an idle device on, median.
 Both ways start from one seed and see the same batches; a time is reported beside whether the losses of an early step,
 one that is replayed, agree (later ones need not: before training f of MDEQ is no contraction, and rounding grows).
@@ -63,14 +64,33 @@ IMAGES = (
     "solver={name='anderson', memory=5}",
     "adjoint.solver={name='anderson', memory=5}",
 )
+SMALL_TRELLIS = ("model.embedding_size=16", "model.hidden_size=16", "task.batch_size=4", "task.length=8")
+ALTERNATING = (
+    "opening.steps=1",
+    "alternate.start=2",
+    "alternate.first=5",
+    "alternate.fit.pool=5",
+    "alternate.follow=none",
+)
+UNDER_ANDERSON = (
+    "alternate.solver.weights=least_squares",
+    "alternate.solver.local=false",
+    "alternate.solver.memory=3",
+    "alternate.fit.plain=true",
+)
 SMALL_MDEQ = ("task.batch_size=4", "stop.max_steps=2", "adjoint.stop.max_steps=2")
 NARROW = ("model.channels=[8,8,8,8]", "train.precision=no")
 CASES = {
     "ptb_trellisnet bf16": Case(
         "ptb_trellisnet",
         FIXED_TRELLIS,
-        ("model.embedding_size=16", "model.hidden_size=16", "task.batch_size=4", "task.length=8"),
+        SMALL_TRELLIS,
     ),
+    "ptb_trellisnet classic": Case(
+        "ptb_trellisnet_alternating", ("opening.steps=1", "alternate.start=none"), SMALL_TRELLIS
+    ),
+    "ptb_trellisnet learned": Case("ptb_trellisnet_alternating", ALTERNATING, SMALL_TRELLIS),
+    "ptb_trellisnet accelerated": Case("ptb_trellisnet_alternating", (*ALTERNATING, *UNDER_ANDERSON), SMALL_TRELLIS),
     "mdeq_cifar_large bf16": Case(
         "cifar10_large_short", CLASSES, (*SMALL_MDEQ, *NARROW, "model.head_channels=[2,2,2,2]")
     ),
@@ -112,6 +132,7 @@ def measure(run: _Run, small: bool, profile: bool) -> Row:
     """Times of steps, the loss of an early one, and perhaps the kernels of a late one."""
 
     def step() -> torch.Tensor:
+        run._fit_solver(None)
         found = run._train_step()
         run.state.step += 1
         return found["loss"]

@@ -9,6 +9,8 @@ COMPRESSIONS = {"sequence": ("last", "mean", "sketch"), "images": ("lowest", "sk
 
 WEIGHTS = ("shift", "softmax", "free", "corrected", "least_squares", "newest")
 
+WARM = ("keep", "replace")
+
 
 @dataclass(frozen=True)
 class HyperConfig:
@@ -80,8 +82,8 @@ class HyperConfig:
             )
         if self.local and self.compression == "mean":
             raise ValueError('HyperAnderson: a mean over positions has no place where each is by itself; use "last".')
-        if self.warm not in ("keep", "replace"):
-            raise unknown_name("way with a start", self.warm, ("keep", "replace"))
+        if self.warm not in WARM:
+            raise unknown_name("way with a start", self.warm, WARM)
 
     @property
     def learns_weights(self) -> bool:

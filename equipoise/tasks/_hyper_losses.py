@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from equipoise import _leaves
 from equipoise._compat import reenter_autocast
 from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._modes import evaluating, training
 from equipoise._module import DEQ, deqs_in, override
 from equipoise._problem import Problem
 from equipoise._solution import Solution
@@ -244,47 +245,6 @@ def call_model(model: nn.Module, batch: Any, carry: Any) -> None:
         model(*batch)
     else:
         model(batch)
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in eval mode, and afterwards as they were."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in before:
-            module.training = mode
-
-
-@contextlib.contextmanager
-def training(model: nn.Module) -> Iterator[None]:
-    """All modules in training mode, but for some; afterwards as they were.
-
-    Those with buffers would change these. Plain dropout in a cell differs from one evaluation of f to the next: there
-    would be no equilibrium to find.
-    """
-    with evaluating(model):
-        for module in model.modules():
-            module.training = not any(buffer is not None for buffer in module._buffers.values())
-        for module in (module for deq in deqs_in(model) for module in deq.cell.modules()):
-            module.training = module.training and not isinstance(module, nn.modules.dropout._DropoutNd)
-        yield
-
-
-@contextlib.contextmanager
-def frozen(model: nn.Module, apart_from: nn.Module) -> Iterator[None]:
-    """Parameters of the model want no gradient meanwhile: graphs then hold less."""
-    own = {id(parameter) for parameter in apart_from.parameters()}
-    frozen = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
 
 
 # Losses

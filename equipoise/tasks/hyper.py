@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._modes import held
 from equipoise.solvers._hyper_choice import hyper_solver_for
-from equipoise.solvers._hyper_config import COMPRESSIONS, WEIGHTS
+from equipoise.solvers._hyper_config import COMPRESSIONS, WARM, WEIGHTS
 from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import (
@@ -32,7 +33,6 @@ from equipoise.tasks._hyper_losses import (
     NoEquilibriaError,
     Target,
     find_targets,
-    frozen,
     unrolled_losses,
 )
 from equipoise.tasks._hyper_pool import Pool
@@ -121,7 +121,7 @@ def hyper_step(
     if not usable:
         return accepted, carry
     optimiser.zero_grad(set_to_none=True)
-    with frozen(model, apart_from=solver), settings.mode(model):
+    with held(model, apart_from=solver), settings.mode(model):
         record = gradients(solver, usable, settings, balance, progress=progress)
     return {**accepted, **record, "skipped": apply_if_finite(optimiser, record["gradient"])}, carry
 
@@ -154,7 +154,7 @@ class Follower:
         """
         usable = _usable(find_targets(model, batch, self.settings, forward)[0], self.settings)
         if usable:
-            with frozen(model, apart_from=self.solver), self.settings.mode(model):
+            with held(model, apart_from=self.solver), self.settings.mode(model):
                 self._learner.step(usable, share=0.0, progress=1.0)
         return bool(usable)
 
@@ -218,7 +218,7 @@ def fit_hyper_solver(
     with (
         _writer(log) as writer,
         _bar(settings.steps, progress) as bar,
-        frozen(model, apart_from=solver),
+        held(model, apart_from=solver),
         settings.mode(model),
     ):
         for step, (found, accepted) in zip(range(settings.steps), targets, strict=False):
@@ -338,6 +338,8 @@ class Networks:
         width: Inner size of the step network.
         rank: Inner size of the linear map of residuals that is added to images; 0 for none.
         reach: Of sequences: positions that it looks at.
+        warm: What becomes of a start that is not zero: "keep" it, for which each solve looks, or "replace" it; None for
+            what suits the model.
         budget: Largest share of the model's parameters.
     """
 
@@ -354,6 +356,7 @@ class Networks:
     width: int | None = None
     rank: int = 0
     reach: int = 3
+    warm: str | None = None
     budget: float = 0.04
 
     def __post_init__(self) -> None:
@@ -362,6 +365,8 @@ class Networks:
             raise unknown_name("kind of weights", self.weights, WEIGHTS)
         if self.compression is not None and self.compression not in compressions:
             raise unknown_name("compression", self.compression, compressions)
+        if self.warm is not None and self.warm not in WARM:
+            raise unknown_name("way with a start", self.warm, WARM)
         for name in ("memory", "hidden", "compressed", "width", "rank", "reach"):
             if getattr(self, name) is not None:
                 require_count("solver", name, getattr(self, name), low=0 if name == "rank" else 1)

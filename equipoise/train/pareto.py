@@ -15,6 +15,7 @@ from torch import nn
 
 from equipoise._errors import require_count, unknown_name
 from equipoise._forward import CapturedForward
+from equipoise._modes import evaluating
 from equipoise._module import deqs_in, override
 from equipoise._solution import Solution
 from equipoise._stop import Stop
@@ -23,7 +24,7 @@ from equipoise.nn.frozen import frozen
 from equipoise.solvers import Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks._hyper_losses import Forward, call_model, evaluating
+from equipoise.tasks._hyper_losses import Forward, call_model
 from equipoise.tasks.hyper import forward_of
 from equipoise.train.config import to_data
 from equipoise.train.load import TrainedRun, find_checkpoint, load, open_run, read_config, require_equilibrium

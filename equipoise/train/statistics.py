@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from equipoise.tasks._hyper_losses import evaluating
+from equipoise._modes import evaluating
 
 RUNNING = ("running_mean", "running_var")
 """Names that normalisation layers have for them."""

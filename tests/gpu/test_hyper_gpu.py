@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import equipoise as eq
+from equipoise._modes import held
 from equipoise.solvers import hyper_solver_for
 from equipoise.tasks import hyper
-from equipoise.tasks._hyper_losses import frozen
 from equipoise.tasks._hyper_steps import Learner
 from equipoise.tasks.hyper import FitSettings, Pool, fit_hyper_solver
 from tests.captured import recordings_of
@@ -307,7 +307,7 @@ def test_fits_in_training_mode_learn_from_the_draws_of_each_solve():
     made = [hyper_solver_for(deq, batches[0], memory=MEMORY, **SIZES) for _ in range(2)]
     made[1].load_state_dict(made[0].state_dict())
     learners = [Learner(solver, settings, record=record) for solver, record in zip(made, (False, True), strict=True)]
-    with settings.mode(deq), frozen(deq, apart_from=nn.ModuleList(made)):
+    with settings.mode(deq), held(deq, apart_from=nn.ModuleList(made)):
         for i in range(8):
             values = [learner.step(pool.at(i), 0.1, 0.1) for learner in learners]
             ours, theirs = (float(value["convergence"]) for value in values)

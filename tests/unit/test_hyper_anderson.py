@@ -20,6 +20,7 @@ from equipoise.solvers import (
     save_solver,
 )
 from equipoise.solvers.hyper_anderson import least_squares
+from equipoise.tasks.hyper import Networks
 from tests.problems import gaussian, scaled_weight
 
 FIXED = Stop(rtol=0.0, max_steps=9, select="last")
@@ -331,6 +332,13 @@ def test_a_start_of_ones_own_is_kept():
 def test_a_cell_with_another_start_has_it_replaced():
     deq = eq.DEQ(Flat(), initial_state=lambda x: x.new_ones(len(x), 10))
     assert hyper_solver_for(deq, torch.randn(2, 4), budget=None).config.warm == "replace"
+
+
+def test_what_becomes_of_a_start_is_left_to_the_model_or_set():
+    deq = eq.DEQ(Flat())
+    for warm, expected in ((None, "keep"), ("keep", "keep"), ("replace", "replace")):
+        settings = Networks(warm=warm, budget=10.0).settings()
+        assert hyper_solver_for(deq, torch.randn(2, 4), **settings).config.warm == expected
 
 
 def test_context_is_read_instead_of_the_inputs():

@@ -403,6 +403,7 @@ def test_wrong_settings(settings, words):
     [
         ({"weights": "softmx"}, "did you mean 'softmax'"),
         ({"compression": "first"}, "unknown compression 'first'. Known: last, lowest, mean, sketch"),
+        ({"warm": "keeps"}, "unknown way with a start 'keeps'; did you mean 'keep'"),
         ({"memory": 0}, "memory must be an integer of at least 1"),
         ({"width": 0}, "width must be an integer of at least 1"),
         ({"budget": 0.0}, "budget must be a number"),

@@ -1,0 +1,1 @@
+"""How long whole training runs take, with one thing or another."""
