@@ -46,6 +46,7 @@ def concluded(
         **record,
         "speedup": timed["speedup"],
         "ahead": timed["ahead"],
+        "behind": timed["behind"],
         "missing": timed["missing"],
         "engines": {name: sorted(used) for name, used in engines.items()},
         "no_graph": obstacles,
@@ -260,7 +261,8 @@ def _speed(record: Mapping[str, Any]) -> str:
     )
     alone = found.get("alone")  # on a CPU the same
     aside = "" if alone in (None, found["mean"]) else f"; batches one at a time, host included, {alone:.2f}"
-    ahead = ", ".join(map(str, record["ahead"][LEARNED])) or "none"
+    ahead, behind = ranges(record["ahead"][LEARNED]), float(record["behind"][LEARNED])
+    worst = f" (elsewhere at most {100 * behind:.2g} % worse)" if behind > 0 else ""
     missing = f" Not measured yet: {', '.join(map(str, record['missing']))} steps." if record["missing"] else ""
     engines = "; ".join(f"{name} {' and '.join(used)}" for name, used in record["engines"].items())
     kinds = {kind for used in record["engines"].values() for kind in used}
@@ -270,7 +272,7 @@ def _speed(record: Mapping[str, Any]) -> str:
     return (
         f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
         f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}{aside}. No worse than Anderson after "
-        f"these numbers of steps: {ahead}.{missing} Engine of what is timed: {engines}.{unlike}"
+        f"these numbers of steps: {ahead}{worst}.{missing} Engine of what is timed: {engines}.{unlike}"
     )
 
 
@@ -310,11 +312,11 @@ def _beyond(record: Mapping[str, Any]) -> str:
         if step <= far
     ]
     systems = record["classic"]["anderson"]["residual"]["systems"]
-    said = f"Mean relative residual of {systems} systems. Below Anderson's at steps {_ranges(below)} of 1 to {far}."
+    said = f"Mean relative residual of {systems} systems. Below Anderson's at steps {ranges(below)} of 1 to {far}."
     return table(("step", "learned", "Anderson"), rows) + "\n\n" + said
 
 
-def _ranges(numbers: Sequence[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
     """Whole numbers, those in a row as a range."""
     parts: list[list[int]] = []
     for number in numbers:

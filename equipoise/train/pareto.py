@@ -109,7 +109,8 @@ def pareto(
         found[steps] = [{"steps": steps, **point} for point in bench.points(model, kinds, stop)]
         points = [point for done in sorted(found) for point in found[done]]
         record = {**head, "missing": sorted({*budgets} - {*found}), "points": [*points, *beside]}
-        record |= {"speedup": speedups(record), "ahead": steps_ahead(record), "environment": where}
+        record |= {"speedup": speedups(record), "ahead": steps_ahead(record), "behind": most_behind(record)}
+        record |= {"environment": where}
         if each is not None:
             each(record)
     return record
@@ -393,14 +394,29 @@ def _speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def steps_ahead(record: Mapping[str, Any]) -> dict[str, list[int]]:
     """The numbers of steps after which the mean metric of each solver is no worse than the reference's."""
+    return {name: [steps for steps, lag in lags.items() if lag <= 0] for name, lags in _lags(record).items()}
+
+
+def most_behind(record: Mapping[str, Any]) -> dict[str, float]:
+    """By which part the mean metric of each solver is worse than the reference's, at most; 0 where it never is."""
+    return {name: max([0.0, *lags.values()]) for name, lags in _lags(record).items()}
+
+
+def _lags(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """By which part the mean metric of each solver is worse than the reference's after each number of steps."""
     sign = 1.0 if record["better"] == "lower" else -1.0
     means = {name: _by_steps(seeds, sign) for name, seeds in curves(record).items()}
-    own = means[record["reference"]]
-    return {
-        name: [steps for steps, value in values.items() if value <= own[steps] and value < math.inf]
-        for name, values in means.items()
-        if name != record["reference"]
-    }
+    own = means.pop(record["reference"])
+    return {name: {steps: _lag(value, own[steps]) for steps, value in values.items()} for name, values in means.items()}
+
+
+def _lag(value: float, reference: float) -> float:
+    if value == math.inf:  # worse, whatever the other is
+        return math.inf
+    difference = value - reference
+    if 0 < abs(reference) < math.inf:
+        return difference / abs(reference)
+    return math.copysign(math.inf, difference) if difference else 0.0
 
 
 def _by_steps(seeds: Sequence[Sequence[Mapping[str, Any]]], sign: float) -> dict[int, float]:

@@ -17,7 +17,7 @@ from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
 from equipoise.train.hyper_study import Measuring, study_run
-from equipoise.train.hyper_summary import _ranges, area, concluded, markdown, orderings, overhead, slope, variants
+from equipoise.train.hyper_summary import area, concluded, markdown, orderings, overhead, ranges, slope, variants
 from equipoise.train.load import load, open_run
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, read_metrics
@@ -404,7 +404,7 @@ def timed(*solvers):
         for k in (1, 2, 3)
     ]
     speedup = {"hyper": {"target": 2.0, "values": [1.5, None], "mean": None, "over_budget": 2.5}}
-    return {"points": points, "speedup": speedup, "ahead": {"hyper": [1, 2]}, "missing": []}
+    return {"points": points, "speedup": speedup, "ahead": {"hyper": [1, 2]}, "behind": {"hyper": 2e-4}, "missing": []}
 
 
 FIT = {
@@ -479,7 +479,8 @@ def test_the_text():
     assert "Below Anderson's at steps 2 of 1 to 2." in text
     assert "| the initialiser's state, no step | 10 |" in text
     assert "Ablations" not in text
-    assert _ranges([1, 2, 3, 5, 7, 8]) == "1 to 3, 5, 7 to 8"
+    assert "No worse than Anderson after these numbers of steps: 1 to 2 (elsewhere at most 0.02 % worse)." in text
+    assert ranges([1, 2, 3, 5, 7, 8]) == "1 to 3, 5, 7 to 8"
 
 
 def test_a_wrong_run_beside_is_refused_before_any_work(studied, tmp_path):

@@ -1,6 +1,7 @@
 """Metric against time: what is measured, what follows from it, and the figure."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from equipoise import Anderson, HyperAnderson, Picard
 from equipoise.bench.harness import Sample
 from equipoise.plots import FIGURES, LogError, draw, make_chart
 from equipoise.train.hyper_study import Measuring
-from equipoise.train.pareto import curves, pareto, speedups, steps_ahead, time_to_reach
+from equipoise.train.pareto import curves, most_behind, pareto, speedups, steps_ahead, time_to_reach
 from tests.problems import scaled_weight
 from tests.unit.test_forward import taped  # noqa: F401
 from tests.unit.test_train_captured import emulated, inline_solves  # noqa: F401
@@ -77,6 +78,7 @@ def test_points_of_every_solver_seed_and_number_of_steps():
     assert (record["reference"], record["at"], record["better"]) == ("picard", 6, "lower")
     assert 6 in record["ahead"]["anderson"]
     assert record["ahead"]["hyper"] == [1, 3, 6]
+    assert record["behind"]["hyper"] == 0.0
     assert model.training
     assert model.deq.plan.solver == Anderson()
     json.dumps(record)
@@ -234,6 +236,8 @@ def test_nothing_is_interpolated_from_what_is_not_finite():
     record = {"points": own, "better": "lower", "reference": "a", "at": 3}
     assert steps_ahead(record) == {"b": [1, 2, 3]}
     assert steps_ahead({**record, "reference": "b"}) == {"a": [3]}
+    assert most_behind(record) == {"b": 0.0}
+    assert most_behind({**record, "reference": "b"}) == {"a": math.inf}
 
 
 def test_speedups_stop_where_numbers_of_steps_are_missing():
@@ -270,6 +274,7 @@ def test_speedups_at_an_equal_metric(sign):
     apart = [{**p, "ms_alone": p["ms"] + 1.0} for p in record["points"]]  # the host adds a millisecond to all of them
     assert speedups({**record, "points": apart})["hyper"]["alone"] == pytest.approx(3.995 / 1.9975)
     assert steps_ahead(record) == {"hyper": [1, 2, 3], "picard": [1, 2]}
+    assert most_behind(record) == {"hyper": 0.0, "picard": 0.5}  # 3 instead of 2 after the last step
 
 
 # The figure
