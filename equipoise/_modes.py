@@ -39,11 +39,12 @@ def training(model: nn.Module) -> Iterator[None]:
 def held(model: nn.Module, apart_from: nn.Module) -> Iterator[None]:
     """Parameters of the model want no gradient meanwhile, so that graphs hold less; those of another one do."""
     own = {id(parameter) for parameter in apart_from.parameters()}
-    wanting = [p for p in model.parameters() if p.requires_grad and id(p) not in own]
+    parameters = {id(parameter): parameter for module in (model, apart_from) for parameter in module.parameters()}
+    changed = [parameter for key, parameter in parameters.items() if parameter.requires_grad != (key in own)]
     try:
-        for parameter in wanting:
-            parameter.requires_grad_(False)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)
         yield
     finally:
-        for parameter in wanting:
-            parameter.requires_grad_(True)
+        for parameter in changed:
+            parameter.requires_grad_(not parameter.requires_grad)

@@ -235,6 +235,11 @@ def _expect_no_solvers(module: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [key for key in keys.missing_keys if f"{LEARNED}." not in key]
 
 
+def own_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters of a model without those of learned solvers in it."""
+    return [parameter for name, parameter in model.named_parameters() if LEARNED not in name.split(".")]
+
+
 def deqs_in(model: nn.Module) -> list[DEQ]:
     """The DEQs of a model, itself included."""
     return [module for module in model.modules() if isinstance(module, DEQ)]

@@ -12,6 +12,7 @@ from equipoise.cli.options import AsJson, DataDir, RunFolder, Set, Which, refuse
 from equipoise.cli.output import show, table, warn
 
 MOST_SHARE = 0.04  # of the model's parameters
+MOST_SKIPPED = 0.1  # of the steps of a fit
 LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the easy ones
 FULL = "full"  # the recipe that others are compared with
 FOLDERS = ("recipes/hyper", "recipes/hyper/more")
@@ -103,6 +104,11 @@ def hyper(
             f"only {record['accepted']:.0%} of the equilibria were found well enough to learn from (fit.accept = "
             f"{recipe.fit.accept:g}): train the model longer or with a penalty, allow more steps "
             "(fit.stop.max_steps), or accept more."
+        )
+    if record["skipped"] > MOST_SKIPPED * record["steps"]:
+        warn(
+            f"{record['skipped']:,} of {record['steps']:,} steps of the fit were left out, their gradients not being "
+            f"finite: unroll fewer solver steps than {recipe.fit.unroll} (--unroll), or check f."
         )
     if record["share"] > MOST_SHARE:
         warn(

@@ -36,6 +36,8 @@ def hyper_solver_for(
         budget: Largest share of the model's parameters; None for any.
         **settings: Of `HyperConfig`; `source=None` for no initialiser.
     """
+    from equipoise._module import own_parameters
+
     known = [field.name for field in dataclasses.fields(HyperConfig)]
     for name in settings:
         if name not in known:
@@ -43,14 +45,16 @@ def hyper_solver_for(
     start = deq.start(*inputs)
     problem = deq.problem(*inputs, z0=start)
     found = _detected(problem)
-    # Weights by position reach the equilibrium sooner than weights by sequence; see docs/hyper.md.
+    # Learned weights by position reach the equilibrium sooner than weights by sequence; see docs/hyper.md.
     found["local"] = found["kind"] == "sequence" and settings.get("compression") != "mean"
     config = HyperConfig(**{**found, **settings})
+    if "local" not in settings and config.solves and not config.learns_steps:
+        config = dataclasses.replace(config, local=False)  # Anderson's are by sequence
     if any(bool(leaf.any()) for leaf in tree_tensors(start)) and "warm" not in settings:
         config = dataclasses.replace(config, warm="replace")  # else the initialiser would never be asked
     if budget is not None:
         require_number("hyper_solver_for", "budget", budget, low=0.0, open_low=True)
-        most = budget * sum(parameter.numel() for parameter in (base or deq.cell).parameters())
+        most = budget * sum(parameter.numel() for parameter in own_parameters(base or deq.cell))
         config = _within(config, most, fixed=set(settings) - {"rank"})
     return HyperAnderson(config).to(problem.spec.device)
 
@@ -64,7 +68,7 @@ def _detected(problem: Problem) -> dict[str, Any]:
         return {"kind": "sequence", "state": [s[1] for s in shapes], "source": None if x is None else x.shape[2]}
     if spec.batch_dims == 1 and ranks == {3} and (x is None or x.dim() == 4):
         return {"kind": "images", "state": [s[0] for s in shapes], "source": None if x is None else x.shape[1]}
-    source = None if x is None or spec.batch_dims != 1 else x[0].numel()
+    source = None if x is None or spec.batch_dims != 1 else x.shape[1:].numel()
     return {"kind": "any", "state": [shape.numel() for shape in shapes], "source": source}
 
 

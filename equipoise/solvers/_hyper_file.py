@@ -27,7 +27,8 @@ class WrongModelError(ValueError):
 def fingerprint(model: nn.Module) -> str:
     """A digest of a model's parameters and buffers, their names and shapes; learned solvers in it do not count."""
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in sorted(model.state_dict().items()):
+    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}  # of torch.compile
+    for name, value in sorted(state.items()):
         if isinstance(value, torch.Tensor):
             digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}".encode())
             digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -94,6 +95,8 @@ def load_solver(
         raise ValueError(f"{path} holds no learned solver: `equipoise hyper RUN` writes one.")
     try:
         solver = HyperAnderson(HyperConfig(**json.loads(metadata["config"])))
+        for value in state.values():  # at least what it is made in
+            solver.to(torch.promote_types(value.dtype, torch.float32))
         solver.load_state_dict(state)
     except (RuntimeError, TypeError, ValueError) as error:  # names, shapes or settings differ
         raise ValueError(

@@ -291,12 +291,13 @@ class HyperAnderson(Solver, nn.Module):
             assert state.gram is not None
             known = state.gram[:, first:, first:]
             squares, unknowns = known.diagonal(dim1=1, dim2=2), sum(leaf[0].numel() for leaf in g) // state.positions
-            inverse = _inverse_roots(squares)
+            # Squares may be float64, what is made of their roots is not: the root of the least of those is infinite.
+            inverse = _inverse_roots(squares, series.dtype)
             # Where nothing is remembered yet, products are zero: so is that part of the table.
             products = [state.gram[:, first:, :first], known * inverse[:, :, None] * inverse[:, None]]
         else:
             squares, unknowns = series.square().sum(dim=2), series.shape[2]
-            inverse = _inverse_roots(squares)
+            inverse = _inverse_roots(squares, series.dtype)
         relative = series * (inverse * math.sqrt(unknowns))[:, :, None].to(series.dtype)
         sizes = inverse.log10()
         decades = (sizes[:, -1:] - sizes).clamp(-MOST_DECADES, MOST_DECADES)[:, :, None]
@@ -347,8 +348,9 @@ class HyperAnderson(Solver, nn.Module):
         return f"HyperAnderson({self.config}, {self.num_parameters:,} parameters)"
 
 
-def _inverse_roots(squares: Tensor) -> Tensor:
-    return squares.clamp_min(torch.finfo(squares.dtype).tiny).rsqrt()
+def _inverse_roots(squares: Tensor, dtype: torch.dtype) -> Tensor:
+    """One over the roots of these, which this dtype can hold."""
+    return squares.clamp_min(torch.finfo(dtype).tiny).rsqrt()
 
 
 def _places_by_age(memory: int, count: int, device: torch.device) -> Tensor:
@@ -387,7 +389,7 @@ def least_squares(gram: Tensor, dtype: torch.dtype) -> Tensor:
     """
     k = gram.shape[1]
     ridge = max(Anderson.ridge, torch.finfo(dtype).eps)
-    size = _inverse_roots(gram.diagonal(dim1=1, dim2=2))  # (N, k)
+    size = _inverse_roots(gram.diagonal(dim1=1, dim2=2), gram.dtype)  # (N, k)
     # The right-hand side 1 is scaled likewise.
     table = torch.cat([gram * size[:, :, None] * size[:, None], size[:, :, None]], dim=2)
     table.diagonal(dim1=1, dim2=2).add_(ridge)

@@ -29,6 +29,9 @@ Forward = Callable[[nn.Module, Any, Any], Any]
 
 # Relative distance to the equilibrium below which logarithms do not reward a step.
 CLOSE = 1e-3
+# How far iterates may go from the equilibrium, in sizes of it and of the distance of the start: those that run away, as
+# plain steps of some models do, would overflow and spoil the gradient of all systems.
+FAR = 1e6
 
 EMPHASES = ("increasing", "quadratic", "uniform", "last")
 
@@ -151,7 +154,11 @@ PUBLISHED = {
 # Equilibria to learn from
 
 
-class NoEquilibriaError(ValueError):
+class NotFittedError(ValueError):
+    """A fit has learned nothing."""
+
+
+class NoEquilibriaError(NotFittedError):
     """There is nothing to learn from."""
 
     def __init__(self, model: nn.Module, settings: FitSettings, solved: bool) -> None:
@@ -290,6 +297,7 @@ def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> L
         solver = solver.plainly()
     z, state = solver.guess(problem, target.start), solver.empty_state(target.start)
     initial, size = _distance(z, root), _leaves.norm(root).clamp_min(tiny_norm(root[0].dtype))
+    limit = FAR * (size + initial.detach())
     if not settings.joint:
         z = [leaf.detach() for leaf in z]
     convergence = residual = torch.zeros_like(initial)
@@ -299,6 +307,7 @@ def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> L
         with torch.no_grad():
             relative.append(_distance(fz, z) / _leaves.norm(fz).clamp_min(tiny_norm(fz[0].dtype)))
         z, state = solver.advance(problem.spec, z, fz, state, problem.residual(z, fz))
+        z = _near(z, root, limit)
         distance = _distance(z, root)
         if settings.logarithm:
             distance = (1 + distance / (CLOSE * size)).log()
@@ -312,12 +321,24 @@ def _evaluate(problem: Problem, z: Leaves, again: bool) -> Leaves:
     return checkpoint(problem.evaluate, z, use_reentrant=False) if again else problem.evaluate(z)
 
 
+def _near(z: Leaves, root: Leaves, limit: Tensor) -> Leaves:
+    """z with systems farther off than their limit brought back to it, and their gradients made as much smaller."""
+    with torch.no_grad():
+        share = (limit / _distance(z, root)).clamp(max=1.0)[:, None]
+        away = share < 1.0
+    return [torch.where(away, end + share * (leaf - end), leaf) for leaf, end in zip(z, root, strict=True)]
+
+
 def _distance(a: Leaves, b: Leaves) -> Tensor:
     return _leaves.norm(_leaves.subtract(a, b))
 
 
 class Balance:
-    """What the losses are divided by: their values at the first step, if weights are relative."""
+    """What the losses are divided by: their values at the first step, if weights are relative.
+
+    A loss that is zero there counts for nothing, and sizes are taken anew at the next one, as they are after a loss
+    that is not finite.
+    """
 
     def __init__(self, weights: LossWeights) -> None:
         self.weights = weights
@@ -331,10 +352,14 @@ class Balance:
     def total(self, losses: Losses, progress: float) -> Tensor:
         """The sum that is minimised when this share of the steps has been made."""
         if not self.settled:
-            parts = [part.detach() for part in losses.parts]
-            sizes = [part.clamp_min(torch.finfo(part.dtype).tiny) for part in parts]
-            self.sizes = sizes if self.weights.relative else [torch.ones_like(part) for part in parts]
+            self.sizes = [self._size(part) for part in losses.parts]
         return self.weighted(losses, self.weights.at(progress))
+
+    def _size(self, part: Tensor) -> Tensor:
+        if not self.weights.relative or not part.requires_grad:
+            return torch.ones_like(part)
+        size = part.detach()
+        return torch.where(size > 0, size, torch.inf)
 
     def weighted(self, losses: Losses, weights: Iterable[float | Tensor]) -> Tensor:
         """The sum with given weights; nothing is read on the host."""

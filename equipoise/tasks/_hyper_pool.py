@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise._module import LEARNED
+from equipoise._module import own_parameters
 from equipoise._scope import SolveScope
 from equipoise._tree import tree_map
 from equipoise.tasks._hyper_losses import FitSettings, Forward, NoEquilibriaError, Target, find_targets
@@ -65,10 +65,9 @@ class Pool:
 def _versions(model: nn.Module) -> list[tuple[int, int, int]]:
     """Which parameters there are, and how often each was written to; learned solvers are no part of the model."""
     found = {}
-    for name, parameter in model.named_parameters():
-        if LEARNED not in name.split("."):
-            version = 0 if parameter.is_inference() else parameter._version
-            found[id(parameter)] = (id(parameter), parameter.data_ptr(), version)
+    for parameter in own_parameters(model):
+        version = 0 if parameter.is_inference() else parameter._version
+        found[id(parameter)] = (id(parameter), parameter.data_ptr(), version)
     return list(found.values())
 
 

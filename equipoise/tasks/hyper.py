@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._modes import held
+from equipoise._module import own_parameters
 from equipoise.solvers._hyper_choice import hyper_solver_for
 from equipoise.solvers._hyper_config import COMPRESSIONS, WARM, WEIGHTS
 from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
@@ -31,6 +32,7 @@ from equipoise.tasks._hyper_losses import (
     Losses,
     LossWeights,
     NoEquilibriaError,
+    NotFittedError,
     Target,
     find_targets,
     unrolled_losses,
@@ -57,6 +59,7 @@ __all__ = [
     "Losses",
     "Networks",
     "NoEquilibriaError",
+    "NotFittedError",
     "Pool",
     "Target",
     "Unread",
@@ -199,22 +202,27 @@ def fit_hyper_solver(
     """
     if seconds is not None:
         require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
-    started, fresh = time.perf_counter(), solver is None
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a fit needs gradients, which torch.inference_mode() cannot give: call it outside of that.")
+    started, fresh, stream = time.perf_counter(), solver is None, _stream(batches)
     if pool is None and settings.pool is not None:
-        pool = Pool(model, itertools.islice(_stream(batches), min(settings.pool, settings.steps)), settings, forward)
+        pool = Pool(model, itertools.islice(stream, min(settings.pool, settings.steps)), settings, forward)
     elif pool is not None and not pool.serves(settings):
         raise ValueError("the pool was found with another solver, stop, accept or pool than the fit's settings say.")
     elif pool is not None and not pool.is_of(model):
         raise ValueError("the pool has equilibria of another model, or of this one with other weights: find them anew.")
-    targets = _targets(model, batches, settings, forward) if pool is None else _kept_targets(pool)
-    if solver is None:
-        first = pool.at(0) if pool else find_targets(model, next(_stream(batches)), settings, forward)[0]
-        solver = _made_for(model, first, settings, sizes)
-    elif sizes:
+    if solver is not None and sizes:
         raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
+    if solver is None and pool is not None:
+        solver = _made_for(model, pool.at(0), settings, sizes)
+    elif solver is None:
+        batch = next(stream)
+        solver = _made_for(model, find_targets(model, batch, settings, forward)[0], settings, sizes)
+        stream = itertools.chain((batch,), stream)
     if not solver.num_parameters:
         raise ValueError("this solver has nothing to learn: give it an initialiser, weights, a step length or a rank.")
-    learner, kept, shares, learned_from, step = Learner(solver, settings), [], 0.0, 0, 0
+    targets = _targets(model, stream, settings, forward) if pool is None else _kept_targets(pool)
+    learner, kept, shares, learned_from, refused, step = Learner(solver, settings), [], 0.0, 0, torch.zeros(()), 0
     with (
         _writer(log) as writer,
         _bar(settings.steps, progress) as bar,
@@ -226,6 +234,7 @@ def fit_hyper_solver(
             last = step == settings.steps - 1 or share >= 1
             values = {"accepted": accepted, **_learn(learner, found, min(share, 1.0), fresh)}
             shares, learned_from = shares + accepted, learned_from + bool(found)
+            refused = refused + values.get("skipped", 0.0)
             bar.update()
             if step % log_every == 0 or last:
                 kept.append({name: float(value) for name, value in values.items()})
@@ -237,11 +246,16 @@ def fit_hyper_solver(
     learner.release()
     if not learned_from:
         raise NoEquilibriaError(model, settings, solved=True)
-    own, learned = solver.num_parameters, {id(parameter) for parameter in solver.parameters()}
-    base = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in learned)
+    skipped = int(refused)
+    if skipped == learned_from:
+        raise NotFittedError(
+            f"none of {learned_from:,} steps of the fit could be made: the gradient of {settings.unroll} unrolled "
+            "steps was never finite. Unroll fewer (fit.unroll); if that does not help, f has no finite derivative."
+        )
+    own, base = solver.num_parameters, sum(parameter.numel() for parameter in own_parameters(model))
     record: dict[str, Any] = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started}
     record |= {"steps": step + 1, "pool": None if pool is None else len(pool), "accepted": shares / (step + 1)}
-    record |= {"replayed": learner.replayed, "not_recorded": learner.obstacle}
+    record |= {"skipped": skipped, "replayed": learner.replayed, "not_recorded": learner.obstacle}
     return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
 
 
@@ -257,11 +271,11 @@ def _learn(learner: Learner, targets: Sequence[Target], share: float, fresh: boo
 
 
 def _targets(
-    model: nn.Module, batches: Iterable[Any] | Callable[[int], Any], settings: FitSettings, forward: Forward | None
+    model: nn.Module, batches: Iterable[Any], settings: FitSettings, forward: Forward | None
 ) -> Iterator[tuple[list[Target], float]]:
     """The equilibria of batch after batch, those that are good enough, and their share of all."""
     carry = None
-    for batch in _stream(batches):
+    for batch in batches:
         targets, carry = find_targets(model, batch, settings, forward, carry)
         usable = _usable(targets, settings)
         yield usable, sum(target.accepted for target in usable) / max(1, len(targets))

@@ -18,7 +18,7 @@ from equipoise._solution import EquilibriumWarning
 from equipoise._tree import tree_map
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import FitSettings, Follower, Forward, Networks, NoEquilibriaError, fit_hyper_solver
+from equipoise.tasks.hyper import FitSettings, Follower, Forward, Networks, NotFittedError, fit_hyper_solver
 
 LATE, REFRESHED, RESTING = 1, 2, 3
 
@@ -96,7 +96,7 @@ class Alternation:
         grown: Steps of a solve beyond `settings.max_steps`.
         behind: Whether the model has changed too much for it: 0 for no, 1 where it is to be fitted a little more, 2
             where it was, 3 where that did not help, and it rests until the next regular fit.
-        retry: Step before which there is no other first fit, after one that found no equilibria to learn from.
+        retry: Step before which there is no other first fit, after one that learned nothing.
     """
 
     settings: Alternate
@@ -157,12 +157,12 @@ class Alternation:
         try:
             with _drawing(model, step):
                 fit = fit_hyper_solver(model, lambda i: batches(step + i), self._settings(count), **made)
-        except NoEquilibriaError as error:  # the solver that there is goes on, learned or the model's own
+        except NotFittedError as error:  # the solver that there is goes on, learned or the model's own
             if self.solver is None:
                 self.retry = step + self.settings.every
                 warnings.warn(
                     f"step {step}: no learned solver yet, the model's own goes on until step {self.retry}. {error} "
-                    "These are alternate.fit.stop.max_steps and alternate.fit.accept here.",
+                    "What is fit.KEY there is alternate.fit.KEY here.",
                     EquilibriumWarning,
                     stacklevel=3,
                 )

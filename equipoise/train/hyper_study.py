@@ -22,7 +22,7 @@ from equipoise._stop import Stop
 from equipoise.adjoints import Implicit
 from equipoise.solvers import Solver, as_solver, fingerprint
 from equipoise.solvers._hyper_file import FILE as SOLVER
-from equipoise.solvers._hyper_file import WrongModelError, load_solver
+from equipoise.solvers._hyper_file import load_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks.hyper import LOG, FitSettings, HyperRecipe, Pool, fit_opened, forward_of, pool_of
 from equipoise.train.checkpoint import check_writable
@@ -227,7 +227,7 @@ class _Study:
             return None
         try:
             return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
-        except (WrongModelError, FileNotFoundError):
+        except (ValueError, FileNotFoundError):  # of another model or version, cut off, or gone: it is fitted anew
             return None
 
     def _fit(self, name: str, recipe: HyperRecipe, seed: int, seconds: float | None) -> _Fitted | None:

@@ -74,10 +74,10 @@ def test_what_it_consists_of_is_kept(run, run_main):
     assert "solver.width = 8 cannot be had: the solver that is gone on with has 4" in one_line(error)
 
 
-def test_few_equilibria_to_learn_from_are_warned_of(run, monkeypatch):
+def test_few_equilibria_and_steps_to_learn_from_are_warned_of(run, monkeypatch):
     def fit_run(*arguments, **options):
         ends = {"first": {"accepted": 0.0}, "last": {"accepted": 0.0}, "share": 0.01, "parameters": 9, "seconds": 1.0}
-        return {"checkpoint": "c", "file": "f", "accepted": 0.25, **ends}
+        return {"checkpoint": "c", "file": "f", "accepted": 0.25, "skipped": 3, "steps": 20, **ends}
 
     monkeypatch.setattr("equipoise.tasks.hyper.fit_run", fit_run)
     result = invoke("hyper", run)
@@ -85,6 +85,7 @@ def test_few_equilibria_to_learn_from_are_warned_of(run, monkeypatch):
     assert (
         "warning: only 25% of the equilibria were found well enough to learn from (fit.accept = 0.05)" in result.stderr
     )
+    assert "warning: 3 of 20 steps of the fit were left out" in result.stderr
 
 
 def test_settings_from_a_file(run, tmp_path):

@@ -20,7 +20,8 @@ from equipoise.solvers import (
     save_solver,
 )
 from equipoise.solvers.hyper_anderson import least_squares
-from equipoise.tasks.hyper import Networks
+from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, fit_hyper_solver
+from equipoise.train.config import load_config
 from tests.problems import gaussian, scaled_weight
 
 FIXED = Stop(rtol=0.0, max_steps=9, select="last")
@@ -496,6 +497,36 @@ def test_the_kind_is_seen_from_the_shapes():
     assert free.initialiser is None
     assert free.config.local
     assert not hyper_solver_for(eq.DEQ(cell), x, compression="mean", budget=None).config.local
+    of_none, of_some = (hyper_solver_for(eq.DEQ(cell), some, budget=None).config for some in (x[:0], x))
+    assert of_none == of_some
+
+
+def test_a_learned_start_alone_is_followed_by_anderson_for_sequences_too():
+    recipe = load_config(HyperRecipe, "recipes/hyper/initialiser_only.toml", [])
+    cell, x, _ = CELLS["sequence"]
+    deq = eq.DEQ(cell, engine="eager")
+    solver = hyper_solver_for(deq, x, **{**recipe.solver.settings(), "budget": None})
+    assert solver.classic == Anderson()
+    with torch.no_grad():
+        solver.initialiser.out.weight.zero_()
+        solver.initialiser.out.bias.zero_()
+    ours, theirs = (solved(deq, x, one) for one in (solver, Anderson()))
+    assert torch.equal(ours.value, theirs.value)
+
+
+@pytest.mark.parametrize("weights", ["shift", "softmax", "free", "corrected", "least_squares", "newest"])
+def test_systems_that_are_solved_exactly_stay_so(weights):
+    cell = Flat()
+    with torch.no_grad():
+        cell.outer.bias.zero_()
+    deq, x = eq.DEQ(cell, engine="eager"), gaussian(3, 4, seed=2).float()
+    x[0] = 0.0  # the root is zero, and so is every residual on the way
+    solver = shaken(hyper_solver_for(deq, x, weights=weights, source=None, budget=None))
+    stats = solved(deq, x, solver, Stop(rtol=0.0, max_steps=30)).stats
+    assert stats.residual[0] == 0
+    assert (stats.residual[1:] < 0.5).all()
+    settings = FitSettings(steps=3, unroll=4)
+    assert fit_hyper_solver(deq, [x], settings, weights=weights, source=None, budget=None).record["skipped"] == 0
 
 
 def test_the_budget_is_kept():
@@ -559,6 +590,17 @@ def test_saved_and_loaded(tmp_path):
     assert isinstance(named_solver(f"hyper:{tmp_path}", deq), HyperAnderson)
     assert named_solver("anderson") == Anderson()
     assert [p.name for p in path.parent.iterdir()] == ["solver.safetensors"]
+
+
+def test_what_was_fitted_in_double_precision_stays_so(tmp_path):
+    solver = shaken(made("any")[2].double())
+    loaded = load_solver(save_solver(solver, tmp_path / "solver.safetensors"))
+    assert all(torch.equal(a, b) for a, b in zip(solver.parameters(), loaded.parameters(), strict=True))
+
+
+def test_a_compiled_model_is_the_same_model():
+    deq = made("any")[0]
+    assert fingerprint(torch.compile(nn.Sequential(deq))) == fingerprint(nn.Sequential(deq))
 
 
 def test_another_model_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -26,6 +27,7 @@ from equipoise.tasks.hyper import (
     LossWeights,
     Networks,
     NoEquilibriaError,
+    NotFittedError,
     find_targets,
     fit_hyper_solver,
     hyper_step,
@@ -133,6 +135,88 @@ def test_a_fit_without_any_equilibrium_is_an_error(deq):
     hopeless = FitSettings(steps=2, unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1))
     with pytest.raises(NoEquilibriaError, match=r"finds to a residual of 1e-09 in 1 steps: allow more"):
         fit_hyper_solver(deq, batch, hopeless, solver=solver)
+
+
+class Slopes(nn.Module):
+    """f(z, a) = a z + 1 for each system its own a: plain steps run away where it is below -1, the root is there."""
+
+    def forward(self, z: Tensor, a: Tensor) -> Tensor:
+        return a * z + 1
+
+
+def slopes(*values: float) -> Tensor:
+    return torch.tensor(values)[:, None].expand(-1, 4).contiguous()
+
+
+def test_systems_that_run_away_do_not_spoil_the_fit_of_others():
+    torch.manual_seed(0)
+    deq = eq.DEQ(Slopes(), engine="eager")
+    solver = hyper_solver_for(deq, slopes(0.5, 0.5), **SIZES)
+    settings = FitSettings(steps=2, unroll=16, accept=1e-3, solver=eq.NewtonKrylov())
+    (target,), _ = find_targets(deq, slopes(0.5, -1e3), settings)
+    assert target.usable(1e-3) is target  # both have roots
+    losses = unrolled_losses(solver, target, settings)
+    assert losses.last.isfinite().all()
+    sum(losses.parts).backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in solver.parameters())
+    fit = fit_hyper_solver(deq, [slopes(0.5, -1e3)], settings, solver=solver)
+    assert fit.record["skipped"] == 0
+    # What stays near is as it would be alone.
+    alone, beside = (
+        unrolled_losses(solver, find_targets(deq, slopes(*a), settings)[0][0], settings)
+        for a in ((0.5, 0.5), (0.5, -1e3))
+    )
+    assert torch.equal(alone.last[0], beside.last[0])
+
+
+class Kink(nn.Module):
+    """A contraction whose derivative is not a number anywhere."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * z + x + (z - z.detach()).abs().sqrt()
+
+
+def test_a_fit_that_makes_no_step_is_an_error():
+    deq = eq.DEQ(Kink(), engine="eager")
+    with pytest.raises(NotFittedError, match=r"none of 3 steps.*gradient of 4 unrolled steps.*\(fit\.unroll\)"):
+        fit_hyper_solver(deq, lambda step: torch.randn(2, 4), SHORT, **SIZES)
+
+
+def test_a_solver_in_a_frozen_model_learns_on(deq):
+    deq.plan = deq.plan.replace(solver=shaken(small(deq)))
+    deq.requires_grad_(False)
+    solver, before = deq.plan.solver, weights_of(deq.plan.solver)
+    fit_hyper_solver(deq, batch, SHORT, solver=solver)
+    assert not all(torch.equal(a, b) for a, b in zip(before, weights_of(solver), strict=True))
+    assert not any(parameter.requires_grad for parameter in deq.parameters())
+
+
+def weights_of(solver: HyperAnderson) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in solver.parameters()]
+
+
+def test_inference_mode_is_refused(deq):
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"needs gradients.*inference_mode"):
+        fit_hyper_solver(deq, batch, SHORT, **SIZES)
+
+
+def test_as_many_batches_as_steps_are_enough(deq):
+    fit = fit_hyper_solver(deq, (batch(k) for k in range(SHORT.steps)), SHORT, **SIZES)
+    assert all(torch.equal(a, b) for a, b in zip(weights_of(fit.solver), weights_of(like(deq)), strict=True))
+    with pytest.raises(ValueError, match="the batches are used up"):
+        fit_hyper_solver(deq, (batch(k) for k in range(SHORT.steps - 1)), SHORT, **SIZES)
+
+
+def like(deq: eq.DEQ) -> HyperAnderson:
+    return fit_hyper_solver(deq, batch, SHORT, **SIZES).solver
+
+
+def test_a_solver_in_use_is_no_part_of_the_model(deq):
+    first = fit_hyper_solver(deq, batch, SHORT, **{**SIZES, "budget": 0.5})
+    deq.plan = deq.plan.replace(solver=first.solver)
+    second = fit_hyper_solver(deq, batch, SHORT, **{**SIZES, "budget": 0.5})
+    for name in ("parameters", "model_parameters", "share"):
+        assert second.record[name] == first.record[name]
 
 
 def test_no_time_is_no_limit_of_time(deq):
@@ -289,6 +373,19 @@ def test_relative_weights_begin_at_their_values(deq):
     absolute = Balance(PUBLISHED["imagenet"].losses).total(losses, 0.0)
     expected = 0.1 * losses.convergence + 0.02 * losses.initial + 1e-5 * losses.residual
     assert float(absolute.detach()) == pytest.approx(float(expected.detach()))
+
+
+def test_sizes_are_taken_anew_after_losses_that_have_none(deq):
+    deq.eval()
+    solver, settings = shaken(small(deq)), FitSettings(unroll=3)
+    losses = unrolled_losses(solver, find_targets(deq, batch(1), settings)[0][0], settings)
+    for value, total in ((0.0, 2.0), (math.nan, math.nan)):
+        balance = Balance(LossWeights(1.0, 1.0, 1.0))
+        first = dataclasses.replace(losses, initial=value * losses.initial)
+        assert float(balance.total(first, 0.0).detach()) == pytest.approx(total, nan_ok=True)
+        assert not balance.settled
+        assert float(balance.total(losses, 0.0).detach()) == pytest.approx(3.0)
+        assert balance.settled
 
 
 # Fits

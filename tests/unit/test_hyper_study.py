@@ -97,6 +97,18 @@ def test_fits_from_before_a_setting_existed_are_kept(studied, not_drawn, monkeyp
     assert again["overhead"]["fit_seconds"] == studied[2]["overhead"]["fit_seconds"]
 
 
+def test_a_file_that_was_cut_off_is_fitted_anew(studied, not_drawn, tmp_path):
+    run = shutil.copytree(studied[0], tmp_path / "run")
+    solver = run / "hyper" / "full" / "seed-0" / "solver.safetensors"
+    whole = solver.stat().st_size
+    solver.write_bytes(solver.read_bytes()[:100])
+    said = []
+    study_run(run, {"full": CHOSEN["full"]}, tmp_path / "out", seeds=1, measuring=MEASURING, say=said.append)
+    assert any(line.startswith("full, seed 0") for line in said)
+    assert solver.stat().st_size > whole // 2
+    load_solver(solver, load(run))
+
+
 def test_other_settings_are_fitted_anew(studied, not_drawn, tmp_path):
     run = shutil.copytree(studied[0], tmp_path / "run")
     other = HyperRecipe(Networks(**SIZES), FitSettings(**{**vars(QUICK), "steps": 2}))
