@@ -1,10 +1,11 @@
-"""Learned solvers for every kept model: fitted, timed and followed beside Anderson, as one table.
+"""Learned solvers for every kept model, and for some too large to keep: fitted, timed and followed, as one table.
 
     python -m benchmarks.training.learned_solvers --data-dir DATA --out benchmarks/results/<date>_learned_solvers
 
-For each case `equipoise hyper MODEL --report OUT/CASE …`, with three seeds, on a copy of the model in --work, where
-solvers and measurements are kept: a call that was cut off is continued by the same call, and complete cases are not
-made again. `OUT/README.md` has the table, with what was published beside it, each row its folder with all the rest.
+For each case `equipoise hyper MODEL --report OUT/CASE …`, with three seeds, on a copy of the model in --work, or on one
+that is trained there first. Models, solvers and measurements stay in --work: a call that was cut off is continued by
+the same call, and complete cases are not made again. `OUT/README.md` has the table, with what was published beside it,
+each row its folder with all the rest.
 """
 
 import argparse
@@ -20,13 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from equipoise.train.checkpoint import list_checkpoints
 from equipoise.train.hyper_study import REPORT
 from equipoise.train.hyper_summary import ranges, table
+from equipoise.train.load import CHECKPOINTS
 from equipoise.train.pareto import FILE as PARETO
 from equipoise.train.pareto import LEARNED
 from equipoise.train.tracking import environment
 
-MODELS = Path("pretrained")
+MODELS, RECIPES = Path("pretrained"), Path("recipes")
 
 
 @dataclass(frozen=True)
@@ -34,15 +37,17 @@ class Case:
     """A model, and how solvers for it are fitted and measured.
 
     Attributes:
-        model: Folder under pretrained/.
+        model: Folder under pretrained/, or a recipe.
         arguments: Of `equipoise hyper MODEL --report DIR`, as one would type them.
+        training: Of `equipoise train RECIPE`, likewise, for a model that is not kept; None for one that is.
     """
 
     model: str
     arguments: str
+    training: str | None = None
 
 
-_WORDS = "--recipe quick --unroll 8 --set fit.learning_rate=2e-3 --set task.eval_batch_size=12 --most 24"
+_WORDS = "--recipe quick --unroll 8 --set fit.learning_rate=2e-3 --set task.eval_batch_size=12"
 _TINY = (
     "--unroll 4 --set solver.budget=0.05 --set task.options.verify=false "
     "--set task.batch_size=32 --set task.eval_batch_size=16"
@@ -56,12 +61,18 @@ _ABLATIONS = (
     "--set 'fit.solver={name=\"anderson\"}' --set 'fit.stop={rtol=1e-3,max_steps=30}' --set task.batch_size=8 "
     "--set task.eval_batch_size=12 --most 8"
 )
+# Of training on a GPU: fixed budgets, so that whole steps are recorded.
+_RECORDED = (
+    "--set stop.rtol=0.0 --set stop.max_steps=16 --set adjoint.stop.rtol=0.0 --set adjoint.stop.max_steps=12 "
+    "--set train.capture=true --set train.precision=bf16"
+)
 CASES = {
     "ptb_plain": Case("ptb_transformer_plain", _WORDS),
     "ptb_reg": Case("ptb_transformer_reg", _WORDS),
     "wikitext2_plain": Case("wikitext2_transformer_plain", _WORDS),
     "wikitext2_reg": Case("wikitext2_transformer_small", _WORDS),
-    "trellisnet_small": Case("ptb_trellisnet_small", _WORDS),
+    "ptb_trellisnet": Case("ptb_trellisnet_small", _WORDS),
+    "wikitext2_trellisnet": Case("wikitext2_trellisnet_small", _WORDS, _RECORDED),
     "tiny": Case("mdeq_cifar_tiny", f"--recipe quick {_TINY} --most 625"),
     "camvid": Case("mdeq_camvid_small", f"--recipe quick {_STREETS}"),
     "camvid_accelerated": Case("mdeq_camvid_small", f"--recipe accelerated {_STREETS}"),
@@ -81,14 +92,27 @@ COLUMNS = {
 }
 
 
-def measure(name: str, case: Case, out: Path, work: Path, extra: list[str], seconds: float | None) -> None:
+def measure(
+    name: str, case: Case, out: Path, work: Path, data: list[str], extra: list[str], seconds: float | None
+) -> None:
     """Fit and measure one case; what is there when the seconds are over is kept."""
-    run = work / name
-    if not run.is_dir():
-        shutil.copytree(MODELS / case.model, run)
-    command = [sys.executable, "-m", "equipoise", "hyper", str(run), "--report", str(out / name)]
+    run, until = work / name, time.perf_counter() + (math.inf if seconds is None else seconds)
+
+    def call(command: str, what: Path, *arguments: str) -> None:
+        left = until - time.perf_counter()
+        whole = [sys.executable, "-m", "equipoise", command, str(what), *arguments, *data]
+        subprocess.run(whole, check=True, timeout=left if math.isfinite(left) else None)
+
     try:
-        subprocess.run([*command, *shlex.split(case.arguments), *extra], check=True, timeout=seconds)
+        if not run.is_dir() and case.training is None:
+            shutil.copytree(MODELS / case.model, run)
+        elif not run.is_dir():
+            unfinished = work / f"{name}.training"
+            resumed = ["--resume"] if list_checkpoints(unfinished / CHECKPOINTS) else []
+            options = ["--out", str(unfinished), *resumed, *shlex.split(case.training or "")]
+            call("train", RECIPES / f"{case.model}.toml", *options)
+            unfinished.rename(run)
+        call("hyper", run, "--report", str(out / name), *shlex.split(case.arguments), *extra)
     except subprocess.TimeoutExpired:
         print(f"{name}: no time left; the same call goes on")
 
@@ -164,12 +188,12 @@ def main() -> None:
     began, names = time.perf_counter(), arguments.only or list(CASES)
     arguments.out.mkdir(parents=True, exist_ok=True)
     extra = [*shlex.split(arguments.add), "--seeds", str(arguments.seeds)]
-    extra += ["--data-dir", arguments.data_dir] if arguments.data_dir else []
+    data = ["--data-dir", arguments.data_dir] if arguments.data_dir else []
     command = shlex.join(["python", "-m", "benchmarks.training.learned_solvers", *sys.argv[1:]])
     for name in names:
         left = None if arguments.seconds is None else began + arguments.seconds - time.perf_counter()
         if not complete(arguments.out / name) and (left is None or left > 0):
-            measure(name, CASES[name], arguments.out, arguments.work, extra, left)
+            measure(name, CASES[name], arguments.out, arguments.work, data, extra, left)
             write(arguments.out, list(CASES), command)
     write(arguments.out, list(CASES), command)
 

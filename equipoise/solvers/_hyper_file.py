@@ -36,7 +36,11 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def save_solver(
-    solver: HyperAnderson, path: str | Path, model: nn.Module | None = None, notes: dict[str, Any] | None = None
+    solver: HyperAnderson,
+    path: str | Path,
+    model: nn.Module | None = None,
+    notes: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Path:
     """Write a learned solver as a whole or not at all.
 
@@ -45,6 +49,7 @@ def save_solver(
         path: The file, by custom solver.safetensors; its folder is made if need be.
         model: What it was fitted to; None if that is not to be checked when it is loaded.
         notes: Plain values to keep with it, e.g. how it was fitted.
+        dtype: What weights are rounded to, for small files; None to keep them as they are.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +59,7 @@ def save_solver(
         "model": "" if model is None else fingerprint(model),
         "notes": json.dumps(notes or {}),
     }
-    tensors = {name: value.detach().cpu().contiguous() for name, value in solver.state_dict().items()}
+    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in solver.state_dict().items()}
     partial = path.with_name(f".partial-{os.getpid()}-{path.name}")
     try:
         write_tensors(partial, tensors, metadata)

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from equipoise.solvers import WrongModelError, load_solver, save_solver
 from equipoise.solvers._hyper_file import FILE as SOLVER
-from equipoise.train.checkpoint import CONFIG, MODEL, save_checkpoint
+from equipoise.train.checkpoint import CONFIG, MODEL, SAVE_DTYPES, save_checkpoint
 from equipoise.train.evaluate import SOLVED
 from equipoise.train.load import find_checkpoint, home_of, load, read_config
 from equipoise.train.tracking import read_metrics, written_scores
@@ -23,7 +24,7 @@ _BY_CLASS = "iou_"
 def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str = "bf16") -> Path:
     """Write the weights of a run with all that is needed to use them; `load` and every command take the folder.
 
-    A learned solver of these weights, RUN/hyper/solver.safetensors, goes along, as one of the rounded ones.
+    A learned solver of these weights, RUN/hyper/solver.safetensors, goes along, rounded likewise, as one of new ones.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -43,18 +44,18 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
     for name in ("vocabulary.json", "classes.json"):
         if (home / name).is_file():
             shutil.copy(home / name, out / name)
-    _hand_on_solver(home, model, out)
+    _hand_on_solver(home, model, out, SAVE_DTYPES[dtype])
     (out / CARD).write_text(card, encoding="utf-8")
     return out
 
 
-def _hand_on_solver(home: Path, model: nn.Module, out: Path) -> None:
+def _hand_on_solver(home: Path, model: nn.Module, out: Path, dtype: torch.dtype) -> None:
     """A learned solver beside the new weights, if there is one for the old ones: rounding moves equilibria a little."""
     try:
         solver = load_solver(home, model)
     except (FileNotFoundError, WrongModelError):
         return
-    save_solver(solver, out / "hyper" / SOLVER, load(out), {"exported_from": str(home)})
+    save_solver(solver, out / "hyper" / SOLVER, load(out), {"exported_from": str(home)}, dtype)
 
 
 def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dtype: str) -> str:

@@ -87,10 +87,16 @@ def test_a_learned_solver_goes_along_if_it_is_one_of_these_weights(run, tmp_path
         model(tokens)
     ((solution, _),) = solutions
     solver = HyperAnderson.for_sequence(solution.value.shape[-1], None)
+    with torch.no_grad():
+        for parameter in solver.parameters():
+            parameter.normal_()
     save_solver(solver, copied / "hyper" / "solver.safetensors", model)
     folder = export(copied, tmp_path / "small")
     handed_on = load_solver(folder, equipoise.load(folder))
     assert handed_on.config == solver.config
+    for kept, own in zip(handed_on.parameters(), solver.parameters(), strict=True):
+        assert kept.dtype == own.dtype  # rounded in the file alone
+        assert torch.equal(kept, own.bfloat16().float())
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
     save_solver(solver, copied / "hyper" / "solver.safetensors", model)
