@@ -132,9 +132,9 @@ class HyperAnderson(Solver, nn.Module):
             **settings: Of `HyperConfig`.
         """
         if isinstance(source, Tensor):
-            source = source[0].numel()
+            source = source.shape[1:].numel()
         if tree_tensors(example):
-            example = tuple(leaf[0].numel() for leaf in tree_tensors(example))
+            example = tuple(leaf.shape[1:].numel() for leaf in tree_tensors(example))
         return cls(HyperConfig("any", _sizes(example), source, **settings))
 
     def plainly(self) -> "HyperAnderson":

@@ -416,6 +416,11 @@ def test_a_batch_of_none(name):
     assert all(len(leaf) == 0 for leaf in (value if isinstance(value, tuple) else (value,)))
 
 
+def test_sizes_can_be_told_by_a_batch_of_none():
+    example, source = (torch.zeros(0, 3, 2), torch.zeros(0, 5)), torch.zeros(0, 7)
+    assert HyperAnderson.for_any(example, source).config == HyperAnderson.for_any((6, 5), 7).config
+
+
 def test_it_can_be_the_second_stage_and_keeps_what_the_first_found():
     deq, x, solver = made("any")
     ladder = Ladder((Anderson(), shaken(solver, 0.02)))
