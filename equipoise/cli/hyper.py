@@ -99,22 +99,7 @@ def hyper(
     (recipe,) = chosen.values()
     record = fit_run(run, recipe, out=out, finetune=finetune, inputs=inputs, force=force, progress=True, **options)
     show(record, True) if as_json else _print(record)
-    if record["accepted"] < LEAST_ACCEPTED:
-        warn(
-            f"only {record['accepted']:.0%} of the equilibria were found well enough to learn from (fit.accept = "
-            f"{recipe.fit.accept:g}): train the model longer or with a penalty, allow more steps "
-            "(fit.stop.max_steps), or accept more."
-        )
-    if record["skipped"] > MOST_SKIPPED * record["steps"]:
-        warn(
-            f"{record['skipped']:,} of {record['steps']:,} steps of the fit were left out, their gradients not being "
-            f"finite: unroll fewer solver steps than {recipe.fit.unroll} (--unroll), or check f."
-        )
-    if record["share"] > MOST_SHARE:
-        warn(
-            f"the solver has {record['parameters']:,} parameters, {record['share']:.1%} of the model's: more than the "
-            f"{MOST_SHARE:.0%} that a solver for a large model needs."
-        )
+    _warn_of(record, recipe)
 
 
 # Recipes
@@ -211,3 +196,23 @@ def _print(record: dict[str, Any]) -> None:
     else:
         print(f"{title}, none of them in the first or the last step")
     print(f"written: {record['file']}")
+
+
+def _warn_of(record: dict[str, Any], recipe: Any) -> None:
+    """Say what is doubtful about a fit."""
+    if record["accepted"] < LEAST_ACCEPTED:
+        warn(
+            f"only {record['accepted']:.0%} of the equilibria were found well enough to learn from (fit.accept = "
+            f"{recipe.fit.accept:g}): train the model longer or with a penalty, allow more steps "
+            "(fit.stop.max_steps), or accept more."
+        )
+    if record["skipped"] > MOST_SKIPPED * record["steps"]:
+        warn(
+            f"{record['skipped']:,} of {record['steps']:,} steps of the fit were left out, their gradients not being "
+            f"finite: unroll fewer solver steps than {recipe.fit.unroll} (--unroll), or check f."
+        )
+    if record["share"] > MOST_SHARE:
+        warn(
+            f"the solver has {record['parameters']:,} parameters, {record['share']:.1%} of the model's: more than the "
+            f"{MOST_SHARE:.0%} that a solver for a large model needs."
+        )

@@ -204,24 +204,8 @@ def fit_hyper_solver(
         require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a fit needs gradients, which torch.inference_mode() cannot give: call it outside of that.")
-    started, fresh, stream = time.perf_counter(), solver is None, _stream(batches)
-    if pool is None and settings.pool is not None:
-        pool = Pool(model, itertools.islice(stream, min(settings.pool, settings.steps)), settings, forward)
-    elif pool is not None and not pool.serves(settings):
-        raise ValueError("the pool was found with another solver, stop, accept or pool than the fit's settings say.")
-    elif pool is not None and not pool.is_of(model):
-        raise ValueError("the pool has equilibria of another model, or of this one with other weights: find them anew.")
-    if solver is not None and sizes:
-        raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
-    if solver is None and pool is not None:
-        solver = _made_for(model, pool.at(0), settings, sizes)
-    elif solver is None:
-        batch = next(stream)
-        solver = _made_for(model, find_targets(model, batch, settings, forward)[0], settings, sizes)
-        stream = itertools.chain((batch,), stream)
-    if not solver.num_parameters:
-        raise ValueError("this solver has nothing to learn: give it an initialiser, weights, a step length or a rank.")
-    targets = _targets(model, stream, settings, forward) if pool is None else _kept_targets(pool)
+    started, fresh = time.perf_counter(), solver is None
+    solver, pool, targets = _begun(model, _stream(batches), settings, solver, forward, pool, sizes)
     learner, kept, shares, learned_from, refused, step = Learner(solver, settings), [], 0.0, 0, torch.zeros(()), 0
     with (
         _writer(log) as writer,
@@ -252,11 +236,40 @@ def fit_hyper_solver(
             f"none of {learned_from:,} steps of the fit could be made: the gradient of {settings.unroll} unrolled "
             "steps was never finite. Unroll fewer (fit.unroll); if that does not help, f has no finite derivative."
         )
-    own, base = solver.num_parameters, sum(parameter.numel() for parameter in own_parameters(model))
     record: dict[str, Any] = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started}
     record |= {"steps": step + 1, "pool": None if pool is None else len(pool), "accepted": shares / (step + 1)}
     record |= {"skipped": skipped, "replayed": learner.replayed, "not_recorded": learner.obstacle}
+    own, base = solver.num_parameters, sum(parameter.numel() for parameter in own_parameters(model))
     return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
+
+
+def _begun(
+    model: nn.Module,
+    stream: Iterator[Any],
+    settings: FitSettings,
+    solver: HyperAnderson | None,
+    forward: Forward | None,
+    pool: Pool | None,
+    sizes: dict[str, Any],
+) -> tuple[HyperAnderson, Pool | None, Iterator[tuple[list[Target], float]]]:
+    """The solver of a fit, and the equilibria that it learns from; kept ones if settings say so."""
+    if pool is None and settings.pool is not None:
+        pool = Pool(model, itertools.islice(stream, min(settings.pool, settings.steps)), settings, forward)
+    elif pool is not None and not pool.serves(settings):
+        raise ValueError("the pool was found with another solver, stop, accept or pool than the fit's settings say.")
+    elif pool is not None and not pool.is_of(model):
+        raise ValueError("the pool has equilibria of another model, or of this one with other weights: find them anew.")
+    if solver is not None and sizes:
+        raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
+    if solver is None and pool is not None:
+        solver = _made_for(model, pool.at(0), settings, sizes)
+    elif solver is None:
+        batch = next(stream)
+        solver = _made_for(model, find_targets(model, batch, settings, forward)[0], settings, sizes)
+        stream = itertools.chain((batch,), stream)
+    if not solver.num_parameters:
+        raise ValueError("this solver has nothing to learn: give it an initialiser, weights, a step length or a rank.")
+    return solver, pool, _targets(model, stream, settings, forward) if pool is None else _kept_targets(pool)
 
 
 def _usable(targets: Iterable[Target], settings: FitSettings) -> list[Target]:
