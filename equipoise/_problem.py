@@ -194,6 +194,14 @@ class Problem:
         return self._calls[0]
 
     @property
+    def shown(self) -> Tree:
+        """What a solver may look at: the context, or else the inputs that have a row per system."""
+        if self.context is not None:
+            return self.context
+        own = [item for item, dim in zip(self.inputs, self.in_dims, strict=True) if dim == 0]
+        return own or self.inputs  # a closure does not say what belongs to systems
+
+    @property
     def floor(self) -> float:
         """The relative residual at which rounding in f takes over."""
         dtypes = set(self.spec.dtypes) | ({self.autocast} if self.autocast else set())

@@ -27,7 +27,6 @@ from equipoise.train.hyper_summary import ranges, table
 from equipoise.train.load import CHECKPOINTS
 from equipoise.train.pareto import FILE as PARETO
 from equipoise.train.pareto import LEARNED
-from equipoise.train.tracking import environment
 
 MODELS, RECIPES = Path("pretrained"), Path("recipes")
 
@@ -81,10 +80,11 @@ CASES = {
 }
 COLUMNS = {
     "": "published",
-    "over Anderson's 12 steps": "about 2",
-    "where both stop": "–",
+    "over Anderson's 12 steps": "–",
+    "where both stop": "about 2",
     "a step": "< 100 %",
-    "no worse after": "all",
+    "no worse after": "–",
+    "in the same time": "all",
     "at most worse by": "–",
     "residual below Anderson's after": "all",
     "parameters": "0.6 to 3.9 %",
@@ -92,35 +92,58 @@ COLUMNS = {
 }
 
 
-def measure(
-    name: str, case: Case, out: Path, work: Path, data: list[str], extra: list[str], seconds: float | None
-) -> None:
-    """Fit and measure one case; what is there when the seconds are over is kept."""
-    run, until = work / name, time.perf_counter() + (math.inf if seconds is None else seconds)
+@dataclass(frozen=True)
+class Bench:
+    """Where cases are measured, and with which arguments besides their own.
 
-    def call(command: str, what: Path, *arguments: str) -> None:
-        left = until - time.perf_counter()
-        whole = [sys.executable, "-m", "equipoise", command, str(what), *arguments, *data]
-        subprocess.run(whole, check=True, timeout=left if math.isfinite(left) else None)
+    Attributes:
+        out: Folder of the reports.
+        work: Folder of models, solvers and measurements.
+        extra: Arguments of each report.
+        data: Arguments of each command that say where data are.
+    """
 
-    try:
-        if not run.is_dir() and case.training is None:
-            shutil.copytree(MODELS / case.model, run)
-        elif not run.is_dir():
-            unfinished = work / f"{name}.training"
-            resumed = ["--resume"] if list_checkpoints(unfinished / CHECKPOINTS) else []
-            options = ["--out", str(unfinished), *resumed, *shlex.split(case.training or "")]
-            call("train", RECIPES / f"{case.model}.toml", *options)
-            unfinished.rename(run)
-        call("hyper", run, "--report", str(out / name), *shlex.split(case.arguments), *extra)
-    except subprocess.TimeoutExpired:
-        print(f"{name}: no time left; the same call goes on")
+    out: Path
+    work: Path
+    extra: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
 
+    def command(self, name: str, case: Case) -> list[str]:
+        """What makes the report of a case, its model being there."""
+        report = ["--report", str(self.out / name)]
+        return ["hyper", str(self.work / name), *report, *shlex.split(case.arguments), *self.extra, *self.data]
 
-def complete(folder: Path) -> bool:
-    """Whether a report has everything: all numbers of steps, and residuals."""
-    record = _read(folder / REPORT)
-    return record is not None and not record["missing"] and "table" in record
+    def complete(self, name: str, case: Case) -> bool:
+        """Whether the report of a case is there, has everything, and was made by the same command."""
+        record = _read(self.out / name / REPORT)
+        whole = shlex.join(["equipoise", *self.command(name, case)])
+        return record is not None and record.get("complete") is True and record["command"] == whole
+
+    def measure(self, name: str, case: Case, seconds: float | None) -> bool:
+        """Fit and measure a case; what is there when the seconds are over is kept. False if a command failed."""
+        run, until = self.work / name, time.perf_counter() + (math.inf if seconds is None else seconds)
+
+        def call(command: list[str]) -> None:
+            left = until - time.perf_counter()
+            whole = [sys.executable, "-m", "equipoise", *command]
+            subprocess.run(whole, check=True, timeout=left if math.isfinite(left) else None)
+
+        try:
+            if not run.is_dir() and case.training is None:
+                shutil.copytree(MODELS / case.model, run)
+            elif not run.is_dir():
+                unfinished = self.work / f"{name}.training"
+                resumed = ["--resume"] if list_checkpoints(unfinished / CHECKPOINTS) else []
+                training = ["train", str(RECIPES / f"{case.model}.toml"), "--out", str(unfinished), *resumed]
+                call([*training, *shlex.split(case.training or ""), *self.data])
+                unfinished.rename(run)
+            call(self.command(name, case))
+        except subprocess.TimeoutExpired:
+            print(f"{name}: no time left; the same call goes on", flush=True)
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: a command ended with status {error.returncode}, see above", flush=True)
+            return False
+        return True
 
 
 def row(name: str, folder: Path) -> list[str] | None:
@@ -131,16 +154,21 @@ def row(name: str, folder: Path) -> list[str] | None:
     speed, overhead = record["speedup"][LEARNED], record["overhead"]
     ratio, share = overhead["step_ratio"], overhead["share"]
     return [
-        f"[{name}]({name}/README.md)",
+        f"[{name}]({name}/README.md)" + ("" if record["complete"] else " (unfinished)"),
         _times(speed["over_budget"]),
         _times(speed["mean"]),
         "–" if ratio is None else f"{100 * ratio:.0f} %",
         ranges(record["ahead"][LEARNED]),
+        ranges(record["ahead_in_time"][LEARNED]),
         f"{100 * float(record['behind'][LEARNED]):.2g} %",
         _below(record),
         f"{100 * share:.1f} %",
         f"{overhead['fit_seconds']:.1f} + {overhead['finding_seconds']:.1f}",
     ]
+
+
+def _machine(environment: Mapping[str, Any]) -> str:
+    return f"{', '.join(environment['devices'])}, torch {environment['packages'].get('torch', '')}"
 
 
 def _times(value: float | None) -> str:
@@ -164,11 +192,13 @@ def _read(path: Path) -> dict[str, Any] | None:
 def write(out: Path, names: list[str], command: str) -> None:
     """The table of all cases that were measured, here or before."""
     rows = [found for name in names if (found := row(name, out / name)) is not None]
-    where = environment()
+    records = [record for name in names if (record := _read(out / name / REPORT)) is not None]
+    machines = list(dict.fromkeys(_machine(record["environment"]) for record in records))
     text = (
-        f"# Learned solvers beside Anderson\n\n`{command}`\n\n{', '.join(where['devices'])}, torch "
-        f"{where['packages'].get('torch', '')}. Times faster at the metric that Anderson has after 12 steps, within "
-        "half a percent; residuals are means over held-out systems, below with each seed.\n\n"
+        f"# Learned solvers beside Anderson\n\n`{command}`\n\n{'; '.join(machines)}. Times faster at the metric that "
+        "Anderson has after 12 steps, within half a percent, means over seeds: than all of these steps, and than those "
+        "that Anderson needs for as much. After which steps the metric is no worse than Anderson's after as many, and "
+        "than what Anderson has in the same time. Residuals are means over held-out systems, below with each seed.\n\n"
     )
     lines = table(list(COLUMNS), [*rows, list(COLUMNS.values())])
     (out / "README.md").write_text(f"{text}{lines}\n", encoding="utf-8")
@@ -187,15 +217,18 @@ def main() -> None:
     arguments = parser.parse_args()
     began, names = time.perf_counter(), arguments.only or list(CASES)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    extra = [*shlex.split(arguments.add), "--seeds", str(arguments.seeds)]
-    data = ["--data-dir", arguments.data_dir] if arguments.data_dir else []
+    extra = (*shlex.split(arguments.add), "--seeds", str(arguments.seeds))
+    data = ("--data-dir", arguments.data_dir) if arguments.data_dir else ()
+    bench, failed = Bench(arguments.out, arguments.work, extra, data), []
     command = shlex.join(["python", "-m", "benchmarks.training.learned_solvers", *sys.argv[1:]])
     for name in names:
         left = None if arguments.seconds is None else began + arguments.seconds - time.perf_counter()
-        if not complete(arguments.out / name) and (left is None or left > 0):
-            measure(name, CASES[name], arguments.out, arguments.work, data, extra, left)
+        if not bench.complete(name, CASES[name]) and (left is None or left > 0):
+            failed += [] if bench.measure(name, CASES[name], left) else [name]
             write(arguments.out, list(CASES), command)
     write(arguments.out, list(CASES), command)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}; the rest was measured")
 
 
 if __name__ == "__main__":

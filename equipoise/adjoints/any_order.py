@@ -18,7 +18,7 @@ from equipoise._lift import Lifted
 from equipoise._problem import Problem, StateSpec
 from equipoise._solution import BackwardRecord, Solution
 from equipoise._stop import Stop
-from equipoise._tree import Leaves
+from equipoise._tree import Leaves, tree_tensors
 from equipoise.adjoints.base import Run, finish, report_failure
 from equipoise.solvers.base import Solver
 
@@ -32,21 +32,26 @@ class Equation:
 
     Attributes:
         call: The map, a pure function.
-        bind: The map for given tensors, with whatever can be computed once done; `call` if None.
-        solve: Runs the solve.
+        solve: Runs the solve, given the map, the start and what a solver may look at.
         leaves: Number of leaves of z.
         linear: The solver and stop rule of adjoint and tangent equations, and whether their failure raises.
         problem: The problem it all began with.
         record: Where to put the statistics of the adjoint solve.
+        bind: The map for given tensors, with whatever can be computed once done; `call` if None.
+        looks: Places of the tensors that a solver may look at.
     """
 
     call: Pure
-    solve: Callable[[Callable[[Leaves], Leaves], Leaves], Outcome]
+    solve: Callable[[Callable[[Leaves], Leaves], Leaves, Tensors], Outcome]
     leaves: int
     linear: tuple[Solver, Stop, bool]
     problem: Problem
     record: BackwardRecord | None = None
     bind: Callable[[Tensors], Callable[[Leaves], Leaves]] | None = None
+    looks: tuple[int, ...] = ()
+
+    def solved(self, start: Leaves, tensors: Tensors) -> Outcome:
+        return self.solve(self.bound(tensors), start, [tensors[place] for place in self.looks])
 
     def bound(self, tensors: Tensors) -> Callable[[Leaves], Leaves]:
         return self.bind(tensors) if self.bind else lambda z: list(self.call(z, tensors))
@@ -87,8 +92,8 @@ class Equation:
     def _linear(self, bind: Callable[[Tensors], Callable[[Leaves], Leaves]]) -> "Equation":
         solver, stop, throw = self.linear
 
-        def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves) -> Outcome:
-            outcome = solver.run(_Bound(evaluate, start, self.problem), start, stop)
+        def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves, seen: Tensors) -> Outcome:
+            outcome = solver.run(_Bound(evaluate, StateSpec.of(start), self.problem), start, stop)
             if not stop.fixed_budget:
                 report_failure(outcome.stats, self.problem.plain, throw)
             if self.record is not None:
@@ -107,14 +112,16 @@ class Equation:
             out = torch.vmap(lambda a, b: self.call(a, b), in_dims=in_dims, randomness="same")(apart, list(tensors))
             return tuple(leaf.flatten(0, 1) for leaf in out)
 
-        return dataclasses.replace(self, call=call, bind=None)
+        return dataclasses.replace(self, call=call, bind=None, looks=())  # these have rows of other systems
 
 
 class _Bound(Problem):
     """A map on leaves as a problem, with the precision of the one it comes from."""
 
-    def __init__(self, evaluate: Callable[[Leaves], Leaves], like: Leaves, origin: Problem) -> None:
-        super().__init__(evaluate, StateSpec.of(list(like)), context=origin.context)
+    def __init__(
+        self, evaluate: Callable[[Leaves], Leaves], spec: StateSpec, origin: Problem, seen: Tensors = ()
+    ) -> None:
+        super().__init__(evaluate, spec, context=origin.context if origin.context is not None else tuple(seen) or None)
         self.origin = origin
 
     @property
@@ -131,7 +138,7 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def forward(equation: Equation, *arguments: Tensor) -> Any:
         start, tensors = list(arguments[: equation.leaves]), arguments[equation.leaves :]
-        outcome = equation.solve(equation.bound(tensors), start)
+        outcome = equation.solved(start, tensors)
         stats = outcome.stats
         return (*(leaf.clone() for leaf in outcome.value), stats.status, stats.residual, stats.steps)
 
@@ -197,13 +204,17 @@ def solve_any_order(problem: Problem, z0: Leaves, run: Run, solver: Solver, stop
     record = BackwardRecord()
     last: list[Outcome] = []
 
-    def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves) -> Outcome:
-        bound = _Bound(evaluate, start, problem)
+    def solve(evaluate: Callable[[Leaves], Leaves], start: Leaves, seen: Tensors) -> Outcome:
+        # Solvers may go by the form of states; of a larger batch it is known if systems are rows.
+        rows = problem.spec.batch_dims == 1
+        bound = _Bound(evaluate, problem.spec.rows(len(start[0])) if rows else StateSpec.of(start), problem, seen)
         bound._calls = problem._calls
         last[:] = [run(bound, start)]
         return last[0]
 
-    equation = Equation(lifted, solve, len(z0), (solver, stop, throw), problem, record)
+    shown = {id(tensor) for tensor in tree_tensors(problem.shown)}
+    looks = tuple(place for place, tensor in enumerate(lifted.tensors) if id(tensor) in shown)
+    equation = Equation(lifted, solve, len(z0), (solver, stop, throw), problem, record, looks=looks)
     start = [leaf.detach() for leaf in z0]
     # An autograd function is not seen by an enclosing solve that replaces tensors; a view of each is.
     views = [tensor.view_as(tensor) for tensor in lifted.tensors]

@@ -19,7 +19,7 @@ from equipoise._scope import reopened
 from equipoise._solution import BackwardRecord, EquilibriumError, EquilibriumWarning, Solution, Stats
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
-from equipoise.solvers.base import Solver
+from equipoise.solvers.base import Solver, as_solver
 
 Run = Callable[..., Outcome]
 """Runs the forward solve: `run(problem, z0, **options)`; the options may replace `solver` and `stop`."""
@@ -43,6 +43,22 @@ register_adjoint = ADJOINTS.register
 def as_adjoint(adjoint: Adjoint | str) -> Adjoint:
     """An adjoint, given one or its registered name."""
     return ADJOINTS.instance(adjoint, Adjoint)
+
+
+def linear_solver(where: str, solver: Solver | str) -> Solver:
+    """A solver of adjoint equations, given one or its name; it has to begin where it is told to.
+
+    Args:
+        where: Who asks, for the message.
+        solver: The solver.
+    """
+    solver = as_solver(solver)
+    if solver.replaces_start:
+        raise ValueError(
+            f"{where}: {type(solver).__name__} has a learned start, and adjoint equations have no input to read it "
+            "from: use a classic solver here, or one without a start (source=None)."
+        )
+    return solver
 
 
 def finish(problem: Problem, outcome: Outcome, value: Leaves | None = None, **fields: Any) -> Solution:

@@ -10,9 +10,9 @@ from equipoise._problem import Problem
 from equipoise._solution import BackwardRecord, Solution
 from equipoise._stop import Stop
 from equipoise._tree import Leaves
-from equipoise.adjoints.base import Adjoint, Run, attach, finish, register_adjoint, run_adjoint
+from equipoise.adjoints.base import Adjoint, Run, attach, finish, linear_solver, register_adjoint, run_adjoint
 from equipoise.solvers.anderson import Anderson
-from equipoise.solvers.base import Solver, as_solver
+from equipoise.solvers.base import Solver
 
 
 @register_adjoint("implicit")
@@ -41,7 +41,7 @@ class Implicit(Adjoint):
     throw: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "solver", as_solver(self.solver))
+        object.__setattr__(self, "solver", linear_solver("Implicit", self.solver))
         if not isinstance(self.stop, Stop):
             raise TypeError(f"Implicit: stop must be a Stop(...), got {type(self.stop).__name__}.")
 

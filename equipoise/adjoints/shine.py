@@ -18,11 +18,12 @@ from equipoise.adjoints.base import (
     Run,
     attach,
     finish,
+    linear_solver,
     register_adjoint,
     run_adjoint,
 )
 from equipoise.solvers.anderson import Anderson
-from equipoise.solvers.base import Solver, as_solver
+from equipoise.solvers.base import Solver
 from equipoise.solvers.broyden import BroydenState
 
 
@@ -48,7 +49,7 @@ class Shine(Adjoint):
 
     def __post_init__(self) -> None:
         require_count("Shine", "refine", self.refine, low=0)
-        object.__setattr__(self, "solver", as_solver(self.solver))
+        object.__setattr__(self, "solver", linear_solver("Shine", self.solver))
 
     def solve(self, problem: Problem, z0: Leaves, run: Run) -> Solution:
         with torch.no_grad():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._module import DEQ, deqs_in, override, solutions_of
+from equipoise._module import DEQ, deqs_in, override, own_parameters, solutions_of
 from equipoise._solution import Solution, Stats
 from equipoise._stop import Stop
 from equipoise._tree import tree_map, tree_tensors
@@ -95,7 +95,7 @@ def _gradient(
     """The parameter gradient as one float64 vector, and the solutions met on the way."""
     if not deqs_in(model):
         raise ValueError(f"audit_gradient: {type(model).__name__} contains no DEQ.")
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    parameters = [p for p in own_parameters(model) if p.requires_grad]  # not those of a learned solver
     if not parameters:
         raise ValueError(f"audit_gradient: {type(model).__name__} has no parameter that requires a gradient.")
     with torch.enable_grad(), solutions_of(model) as found:

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.ticker import MaxNLocator
@@ -12,34 +12,54 @@ from equipoise.plots.registry import Chart
 
 
 def beyond_chart(record: Mapping[str, Any]) -> Chart:
-    """Mean relative residual over the steps of a solve: each classic solver, the learned ones, and their mean.
+    """Mean relative residual over the steps of a solve, with the spread over systems: classic solvers and learned ones.
 
     Args:
         record: Of a study, report.json.
     """
     title = "Residual, step by step"
-    learned = [curve["residual"]["mean"] for curve in record["variants"][record["reported"]]["curves"]]
-    means = [statistics.fmean(map(float, values)) for values in zip(*learned, strict=True)]
-    lines = {name: list(map(float, curve["residual"]["mean"])) for name, curve in record["classic"].items()}
-    lines["learned"] = means
+    seeds = [_followed(curve) for curve in record["variants"][record["reported"]]["curves"]]
+    lines = {name: _followed(curve) for name, curve in record["classic"].items()}
+    first = next(iter(lines))
+    lines = {first: lines.pop(first), "learned": _mean(seeds), **lines}  # in colours of metric against time
     with style.applied():
         figure, (axes,) = style.panels(title, [3.2])
         axes.set_yscale("log")
         missing = 0
-        for seed in learned if len(learned) > 1 else ():
-            missing += style.curve(axes, list(enumerate(map(float, seed))), len(lines) - 1, thin=True)
-        for series, values in enumerate(lines.values()):
-            missing += style.curve(axes, list(enumerate(values)), series)
+        for mean, _ in seeds if len(seeds) > 1 else ():
+            missing += style.curve(axes, list(enumerate(mean)), list(lines).index("learned"), thin=True)
+        for series, (mean, spread) in enumerate(lines.values()):
+            missing += style.curve(axes, list(enumerate(mean)), series)
+            style.band(axes, mean, [one + more for one, more in zip(mean, spread, strict=True)], series)
         axes.axvline(record["unroll"], color=style.INK, linewidth=0.8, linestyle=(0, (2, 2)))
-        axes.set_title(f"dotted: the {record['unroll']} steps that were unrolled")
+        axes.set_title(
+            f"dotted: the {record['unroll']} steps that were unrolled; shaded: a standard deviation over systems"
+        )
         axes.set_ylabel("relative residual, mean")
         style.step_axis(axes, "solver step")
         style.say_not_shown(axes, missing)
         named = [style.sample(name, series) for series, name in enumerate(lines)]
         roles = [style.sample("mean of seeds"), style.sample("a seed", thin=True)]
-        style.legend(figure, named, *([roles] if len(learned) > 1 else []))
-    rows = [(name, step, value) for name, values in lines.items() for step, value in enumerate(values)]
-    return Chart(title, figure, ("solver", "step", "residual_mean"), rows)
+        style.legend(figure, named, *([roles] if len(seeds) > 1 else []))
+    rows = [
+        (name, step, *values) for name, line in lines.items() for step, values in enumerate(zip(*line, strict=True))
+    ]
+    return Chart(title, figure, ("solver", "step", "residual_mean", "residual_std"), rows)
+
+
+Line = tuple[list[float], list[float]]
+"""Means over systems, and standard deviations, step by step."""
+
+
+def _followed(curve: Mapping[str, Any]) -> Line:
+    mean, spread = (list(map(float, curve["residual"][name])) for name in ("mean", "std"))
+    return mean, spread
+
+
+def _mean(lines: Sequence[Line]) -> Line:
+    """Over seeds."""
+    means, spreads = ([statistics.fmean(at) for at in zip(*part, strict=True)] for part in zip(*lines, strict=True))
+    return means, spreads
 
 
 def ablation_chart(record: Mapping[str, Any]) -> Chart:

@@ -159,6 +159,18 @@ def curve(axes: Axes, points: Points, series: int = 0, *, thin: bool = False, da
     return sum(math.isnan(y) for y in shown)
 
 
+def band(axes: Axes, low: Sequence[float], high: Sequence[float], series: int = 0) -> None:
+    """Shade what lies between two lines, in the colour of a series.
+
+    Args:
+        axes: Where.
+        low: The lower line, a point for each whole number from 0 on.
+        high: The upper line.
+        series: Number of the series.
+    """
+    axes.fill_between(range(len(low)), low, high, color=COLORS[series % len(COLORS)], alpha=0.12, linewidth=0)
+
+
 def sample(label: str, series: int | None = None, *, thin: bool = False, dashed: bool = False) -> Line2D:
     """The entry of a legend for lines as `curve` draws them; without a series, for what lines of any series mean."""
     color = INK if series is None else COLORS[series % len(COLORS)]

@@ -20,7 +20,12 @@ SMALLEST = 4
 
 
 def hyper_solver_for(
-    deq: "DEQ", *inputs: Any, base: nn.Module | None = None, budget: float | None = 0.04, **settings: Any
+    deq: "DEQ",
+    *inputs: Any,
+    context: Any = None,
+    base: nn.Module | None = None,
+    budget: float | None = 0.04,
+    **settings: Any,
 ) -> HyperAnderson:
     """A learned solver, not yet fitted, that suits the states and inputs of a DEQ.
 
@@ -32,6 +37,7 @@ def hyper_solver_for(
     Args:
         deq: What to solve for.
         *inputs: Of the DEQ.
+        context: Likewise, where it is called with one: the initialiser reads that.
         base: The model whose parameters count; the DEQ's cell if None.
         budget: Largest share of the model's parameters; None for any.
         **settings: Of `HyperConfig`; `source=None` for no initialiser.
@@ -43,7 +49,7 @@ def hyper_solver_for(
         if name not in known:
             raise unknown_name("setting of a learned solver", name, known)
     start = deq.start(*inputs)
-    problem = deq.problem(*inputs, z0=start)
+    problem = deq.problem(*inputs, z0=start, context=context)
     found = _detected(problem)
     # Learned weights by position reach the equilibrium sooner than weights by sequence; see docs/hyper.md.
     found["local"] = found["kind"] == "sequence" and settings.get("compression") != "mean"

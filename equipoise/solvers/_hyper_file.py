@@ -79,7 +79,7 @@ def load_solver(
     """A learned solver from its file.
 
     Args:
-        path: The file, or the folder of a run or of the file.
+        path: The file, or the folder of a run or of the file; `hyper:` before it is left out.
         model: What it is to solve for.
         device: Where it goes; to the model by default.
         force: Take it though it was fitted to another model; its sizes must fit all the same.
@@ -89,7 +89,7 @@ def load_solver(
     """
     from safetensors import SafetensorError, safe_open
 
-    path = _file(Path(path))
+    path = _file(Path(str(path).removeprefix(PREFIX)))
     try:
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -485,12 +485,8 @@ def _listed(sizes: tuple[int, ...]) -> str:
 
 def source_of(problem: "Problem") -> Tensor | None:
     """What an initialiser reads: the first tensor with a row per system, of the context or else of the inputs."""
-    inputs: Any = problem.context
-    if inputs is None:
-        own = [item for item, dim in zip(problem.inputs, problem.in_dims, strict=True) if dim == 0]
-        inputs = own or problem.inputs  # a closure does not say what belongs to systems
     n = problem.spec.num_systems
-    found = (t for t in tree_tensors(inputs) if t.is_floating_point() and t.dim() > 1 and t.shape[0] == n)
+    found = (t for t in tree_tensors(problem.shown) if t.is_floating_point() and t.dim() > 1 and t.shape[0] == n)
     return next(found, None)
 
 

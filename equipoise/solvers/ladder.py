@@ -28,9 +28,9 @@ class Ladder(Solver):
     """Cheap solvers first, robust ones for the systems that need them.
 
     Each stage starts from the best iterates of the one before, takes only the systems that are not yet solved, and
-    has a budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up. Where the first stage has a
-    start of its own and leaves a system worse than it was given, the system is put back to what was given: whatever a
-    learned solver does, `Ladder((learned, Anderson()))` returns nothing worse than it began with.
+    has a budget of `Stop.max_steps` of its own. Steps and evaluations of all stages add up. Where a stage has a start
+    of its own and leaves a system worse than it was given, the system is put back to what was given: whatever a learned
+    solver does, `Ladder((learned, Anderson()))` returns nothing worse than it began with.
 
     Attributes:
         stages: Solvers, from cheap to robust.
@@ -52,20 +52,26 @@ class Ladder(Solver):
 
     def run(self, problem: "Problem", z: Leaves, stop: Stop, **options: Any) -> "Outcome":
         first_nfe = problem.nfe
-        outcome = self.stages[0].run(problem, z, stop, **options)
-        if self.stages[0].replaces_start:
-            _put_back(outcome, problem, z, stop)
+        outcome = _climb(self.stages[0], problem, z, stop, options)
         for stage in self.stages[1:]:
             unsolved = (~outcome.stats.ok).nonzero()[:, 0]
             if len(unsolved) == 0:
                 break
             start = _leaves.take_rows(outcome.value, unsolved)
-            climbed = stage.run(problem.rows(unsolved), start, stop, **options)
+            climbed = _climb(stage, problem.rows(unsolved), start, stop, options)
             outcome.value = _leaves.put_rows(outcome.value, unsolved, climbed.value)
             outcome.stats = _merge(outcome.stats, unsolved, climbed.stats)
             outcome.state, outcome.collected = None, None  # stages differ in what they keep and for which systems
         outcome.stats = dataclasses.replace(outcome.stats, nfe=problem.nfe - first_nfe)
         return outcome
+
+
+def _climb(stage: Solver, problem: "Problem", z: Leaves, stop: Stop, options: dict[str, Any]) -> "Outcome":
+    """A stage; what it leaves worse than it was given is put back, where it does not begin with what is given."""
+    outcome = stage.run(problem, z, stop, **options)
+    if stage.replaces_start:
+        _put_back(outcome, problem, z, stop)
+    return outcome
 
 
 def _put_back(outcome: "Outcome", problem: "Problem", z: Leaves, stop: Stop) -> None:

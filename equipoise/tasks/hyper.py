@@ -308,7 +308,8 @@ def _made_for(
         raise ValueError(f"{type(model).__name__} solved for no equilibrium on the first batch: is it a DEQ?")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(settings.seed)  # not those of devices, whose numbers others draw
-        return hyper_solver_for(targets[0].deq, *targets[0].inputs, base=model, **sizes)
+        deq, problem = targets[0].deq, targets[0].problem
+        return hyper_solver_for(deq, *targets[0].inputs, context=problem.context, base=model, **sizes)
 
 
 def _stream(batches: Iterable[Any] | Callable[[int], Any]) -> Iterator[Any]:

@@ -418,7 +418,7 @@ class _Report:
 
     def write(self, complete: bool = False) -> dict[str, Any]:
         """Write all files; figures not each time, unless this is the last one, and then the text says so."""
-        record = plain(concluded(self.record, self.timing, self.training, self.recipes))
+        record = plain(concluded(self.record, self.timing, self.training, self.recipes)) | {"complete": complete}
         self._write_text(record, behind=True)  # first: the work may be ended at any time
         write_json(self.out / PARETO, self.timing)
         write_json(self.out / REPORT, record)

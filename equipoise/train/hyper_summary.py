@@ -47,6 +47,7 @@ def concluded(
         "speedup": timed["speedup"],
         "ahead": timed["ahead"],
         "behind": timed["behind"],
+        "ahead_in_time": timed["ahead_in_time"],
         "missing": timed["missing"],
         "engines": {name: sorted(used) for name, used in engines.items()},
         "no_graph": obstacles,
@@ -180,11 +181,12 @@ def orderings(record: Mapping[str, Any], recipes: Mapping[str, HyperRecipe]) -> 
 
 
 def _compared(better: Sequence[float], worse: Sequence[float]) -> tuple[str, float, float]:
-    """Whether the first are smaller, by how much, and the standard error of that."""
+    """Whether the first are smaller, by how much, and the standard error of that, NaN for one seed of each."""
     gap = statistics.fmean(worse) - statistics.fmean(better)
     if not math.isfinite(gap):
         return ("holds" if gap > 0 else "contradicted" if gap < 0 else "unknown"), gap, math.nan
-    error = math.sqrt(sum(statistics.variance(part) / len(part) for part in (better, worse) if len(part) > 1))
+    spreads = [statistics.variance(part) / len(part) for part in (better, worse) if len(part) > 1]
+    error = math.sqrt(sum(spreads)) if spreads else math.nan
     if abs(gap) <= error:
         return "within the spread", gap, error
     return ("holds" if gap > 0 else "contradicted"), gap, error
@@ -205,7 +207,7 @@ def _number(value: Any, digits: int = 4) -> str:
 
 def _spread(value: Mapping[str, Any], digits: int = 4) -> str:
     mean, spread = float(value["mean"]), float(value["std"])
-    return _number(mean, digits) + (f" ± {spread:.1g}" if math.isfinite(spread) and spread > 0 else "")
+    return _number(mean, digits) + (f" ± {spread:.2g}" if math.isfinite(spread) and spread > 0 else "")
 
 
 def markdown(record: Mapping[str, Any], figures: Sequence[str], behind: bool = False) -> str:
@@ -263,6 +265,7 @@ def _speed(record: Mapping[str, Any]) -> str:
     aside = "" if alone in (None, found["mean"]) else f"; batches one at a time, host included, {alone:.2f}"
     ahead, behind = ranges(record["ahead"][LEARNED]), float(record["behind"][LEARNED])
     worst = f" (elsewhere at most {100 * behind:.2g} % worse)" if behind > 0 else ""
+    in_time = ranges(record["ahead_in_time"][LEARNED])
     missing = f" Not measured yet: {', '.join(map(str, record['missing']))} steps." if record["missing"] else ""
     engines = "; ".join(f"{name} {' and '.join(used)}" for name, used in record["engines"].items())
     kinds = {kind for used in record["engines"].values() for kind in used}
@@ -272,7 +275,8 @@ def _speed(record: Mapping[str, Any]) -> str:
     return (
         f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
         f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}{aside}. No worse than Anderson after "
-        f"these numbers of steps: {ahead}{worst}.{missing} Engine of what is timed: {engines}.{unlike}"
+        f"these numbers of steps: {ahead}{worst}. No worse than Anderson in the same time after these: "
+        f"{in_time}.{missing} Engine of what is timed: {engines}.{unlike}"
     )
 
 

@@ -95,7 +95,7 @@ def pareto(
         why it was not one graph (`no_graph`); `missing`, the numbers of steps that are still to be measured; `speedup`
         by solver.
     """
-    kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given)]
+    kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given, model)]
     reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
     _check(model, solvers, budgets, reference, at, better)
     bench = _Bench(list(batches), score, metric, forward, warmup, rounds)
@@ -110,7 +110,7 @@ def pareto(
         points = [point for done in sorted(found) for point in found[done]]
         record = {**head, "missing": sorted({*budgets} - {*found}), "points": [*points, *beside]}
         record |= {"speedup": speedups(record), "ahead": steps_ahead(record), "behind": most_behind(record)}
-        record |= {"environment": where}
+        record |= {"ahead_in_time": ahead_in_time(record), "environment": where}
         if each is not None:
             each(record)
     return record
@@ -154,8 +154,9 @@ class _Kind:
             self.worn.load_state_dict(self.seeds[seed].state_dict())  # type: ignore[attr-defined]
 
 
-def _kinds(name: str, given: Solver | str | Sequence[Solver]) -> list[_Kind]:
-    solvers = [as_solver(given)] if isinstance(given, Solver | str) else [as_solver(one) for one in given]
+def _kinds(name: str, given: Solver | str | Sequence[Solver | str], model: nn.Module) -> list[_Kind]:
+    several = [given] if isinstance(given, Solver | str) else given
+    solvers = [named_solver(one, model) if isinstance(one, str) else as_solver(one) for one in several]
     groups: dict[Any, dict[int, Solver]] = {}
     for seed, solver in enumerate(solvers):
         like = (solver.config, _form(solver)) if isinstance(solver, HyperAnderson) else seed
@@ -395,6 +396,34 @@ def _speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def steps_ahead(record: Mapping[str, Any]) -> dict[str, list[int]]:
     """The numbers of steps after which the mean metric of each solver is no worse than the reference's."""
     return {name: [steps for steps, lag in lags.items() if lag <= 0] for name, lags in _lags(record).items()}
+
+
+def ahead_in_time(record: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The numbers of steps of each solver after which its mean metric is no worse than the reference's at that time.
+
+    In between its points the reference is taken to be on a line; before the first it has nothing, and after the last
+    measured one it stays as it is.
+    """
+    sign, found = 1.0 if record["better"] == "lower" else -1.0, curves(record)
+    own = [(point["ms"], sign * point["metric"]) for point in found.pop(record["reference"])[0]]
+    ahead = {}
+    for name, seeds in found.items():
+        times = {point["steps"]: point["ms"] for seed in seeds for point in seed}
+        means = _by_steps(seeds, sign)
+        ahead[name] = [steps for steps, mean in means.items() if mean <= _at_time(own, times[steps])]
+    return ahead
+
+
+def _at_time(curve: Sequence[tuple[float, float]], ms: float) -> float:
+    """The best that a curve of times and metrics, lower being better, has had by then; infinite before its first."""
+    best, before = math.inf, None
+    for time, metric in sorted(curve):
+        if time > ms:
+            if before is None or not math.isfinite(before[1] + metric):
+                return best
+            return min(best, before[1] + (ms - before[0]) / (time - before[0]) * (metric - before[1]))
+        best, before = min(best, metric), (time, metric)
+    return best
 
 
 def most_behind(record: Mapping[str, Any]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The table of learned solvers for all kept models: one command, which goes on where it was ended."""
 
+import json
 import shlex
 import shutil
 import sys
@@ -8,7 +9,7 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.training import learned_solvers
-from benchmarks.training.learned_solvers import CASES, COLUMNS, MODELS, RECIPES, Case, complete, main, row
+from benchmarks.training.learned_solvers import CASES, COLUMNS, MODELS, RECIPES, Case, main, row
 from equipoise.train.load import read_config
 from equipoise.train.recipe import Recipe
 from tests.cli.program import COPY, train
@@ -62,14 +63,29 @@ def test_cases_become_rows_and_are_not_made_again(small, monkeypatch):
     text = called("--only", "first", "--seeds", "1")
     (line,) = [line for line in text.splitlines() if line.startswith("| [first]")]
     assert line.count("|") == len(COLUMNS) + 1
-    assert complete(out / "first")
-    assert not complete(out / "second")
+    assert "unfinished" not in line
 
     def refused(*_, **__):
         raise AssertionError("it was made before")
 
-    monkeypatch.setattr(learned_solvers, "measure", refused)
+    monkeypatch.setattr(learned_solvers.Bench, "measure", refused)
     assert called("--only", "first", "--seeds", "1").splitlines()[-3:] == text.splitlines()[-3:]
+    for others in (("--seeds", "2"), ("--seeds", "1", "--add", "--most 2")):
+        with pytest.raises(AssertionError, match="made before"):
+            called("--only", "first", *others)
+    record = json.loads((out / "first" / "report.json").read_text(encoding="utf-8"))
+    (out / "first" / "report.json").write_text(json.dumps({**record, "complete": False}), encoding="utf-8")
+    with pytest.raises(AssertionError, match="made before"):
+        called("--only", "first", "--seeds", "1")
+
+
+def test_a_case_that_fails_keeps_no_other_from_being_measured(small, monkeypatch):
+    called, out = small
+    broken = {"broken": Case("copy_memory", "--recipe no_such_recipe", TRAINING), **learned_solvers.CASES}
+    monkeypatch.setattr(learned_solvers, "CASES", broken)
+    with pytest.raises(SystemExit, match="failed: broken"):
+        called("--only", "broken", "--only", "first", "--seeds", "1")
+    assert "| [first]" in (out / "README.md").read_text(encoding="utf-8")
 
 
 def test_a_model_that_is_not_kept_is_trained_once(small, tmp_path):

@@ -25,6 +25,8 @@ from equipoise.train.config import load_config
 from tests.problems import gaussian, scaled_weight
 
 FIXED = Stop(rtol=0.0, max_steps=9, select="last")
+TIGHT = Stop(rtol=1e-6, max_steps=200)
+NEXT_TO_EXACT = Stop(rtol=1e-12, max_steps=300)
 
 
 class Sequence(nn.Module):
@@ -356,9 +358,17 @@ def test_nothing_to_read():
     with pytest.raises(ValueError, match="has nothing to read"):
         eq.fixed_point(lambda z: 0.5 * z + 1, z0, solver=HyperAnderson.for_any(z0, source=3))
     deq, x, solver = made("any")
-    total = eq.fixed_point(deq.cell, z0, x[:2], adjoint=eq.Implicit(solver=solver)).value.sum()
-    with pytest.raises(ValueError, match="has nothing to read"):
-        total.backward()
+    for adjoint in (eq.Implicit, eq.Shine):
+        with pytest.raises(
+            ValueError, match=f"{adjoint.__name__}: HyperAnderson has a learned start, and adjoint equa"
+        ):
+            adjoint(solver=solver)
+    without = shaken(made("any", source=None)[2], 0.01)
+    found = []
+    for adjoint in (eq.Implicit(stop=TIGHT), eq.Implicit(solver=without, stop=TIGHT)):
+        total = eq.fixed_point(deq.cell, z0, x[:2], adjoint=adjoint, stop=TIGHT).value.sum()
+        found.append(torch.autograd.grad(total, deq.cell.inner))
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-5)
 
 
 # Safety
@@ -407,6 +417,17 @@ def test_a_ladder_returns_nothing_worse_than_it_was_given(stages):
         image = deq.cell(found.value, x)
     measured = (image - found.value).norm(dim=1) / image.norm(dim=1)
     torch.testing.assert_close(measured, found.stats.residual, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", [Picard(), None])
+def test_nor_does_a_later_stage_of_a_ladder(first):
+    deq, x, solver = made("any", warm="replace")
+    shaken(solver, 20.0)
+    stop = Stop(rtol=1e-9, max_steps=3)
+    before = solved(deq, x, first or solver, stop)
+    found = solved(deq, x, Ladder((first or solver, solver)), stop)
+    assert not before.stats.ok.any()
+    assert (found.stats.residual <= before.stats.residual).all()
 
 
 @pytest.mark.parametrize("name", ["sequence", "images", "any"])
@@ -472,6 +493,67 @@ def test_gradients_of_a_model_with_a_learned_forward_solver():
         grads.append([p.grad.clone() for p in deq.cell.parameters()])
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-5) for a, b in zip(*grads, strict=True))
     assert all(p.grad is None for p in solver.parameters())
+
+
+@pytest.mark.parametrize("settings", [{}, {"source": None}])
+@pytest.mark.parametrize("name", ["sequence", "local", "images", "any"])
+def test_derivatives_of_any_order_do_not_depend_on_the_forward_solver(name, settings):
+    deq, x, solver = made(name, **settings)
+    deq.double()
+    shaken(solver.double(), 0.02)
+    any_order, x = eq.Implicit(any_order=True, stop=NEXT_TO_EXACT), x.double()
+
+    def size(given: Tensor) -> Tensor:
+        return sum(leaf.square().sum() for leaf in leaves(deq(given).value))
+
+    def of_gradient(given: Tensor) -> Tensor:
+        return torch.func.grad(size)(given).square().sum()
+
+    found = []
+    for forward in (Anderson(), solver, Ladder((solver, Anderson()))):
+        with eq.override(deq, solver=forward, adjoint=any_order, stop=NEXT_TO_EXACT):
+            found.append((torch.func.grad(size)(x), torch.func.grad(of_gradient)(x)))
+            moved = torch.func.jvp(size, (x,), (torch.ones_like(x),))[1]
+            torch.testing.assert_close(moved, found[0][0].sum(), rtol=1e-7, atol=1e-9)
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-7, atol=1e-9)
+
+
+def test_vmapped_systems_have_no_inputs_that_a_learned_start_could_read():
+    for settings in ({"source": None}, {}):
+        deq, x, solver = made("sequence", **settings)
+        with eq.override(deq, solver=solver, adjoint=eq.Implicit(any_order=True), stop=TIGHT):
+            one_by_one = torch.func.vmap(lambda row, deq=deq: deq(row[None]).value[0])
+            if settings:
+                torch.testing.assert_close(one_by_one(x), deq(x).value, rtol=1e-4, atol=1e-5)
+            else:
+                with pytest.raises(ValueError, match="has nothing to read"):
+                    one_by_one(x)
+
+
+def test_an_audit_is_of_the_parameters_of_the_model():
+    deq, x, solver = made("any")
+    deq.plan = eq.Plan(shaken(solver, 0.02), eq.Implicit(stop=TIGHT), TIGHT)
+    assert eq.audit_gradient(deq, x).relative_error < 1e-3
+
+
+class WithContext(nn.Module):
+    """Anything that is told more about its inputs than they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deq = eq.DEQ(copy.deepcopy(CELLS["any"][0]), engine="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.deq(x, context=torch.cat([x, x * x], dim=1)).value
+
+
+def test_a_fit_reads_the_context_that_a_model_gives():
+    model = WithContext()
+    fit = fit_hyper_solver(model, [CELLS["any"][1]], FitSettings(steps=2, unroll=2), budget=None, hidden=4)
+    assert fit.solver.config.source == 8
+    with eq.override(model, solver=fit.solver):
+        assert model(CELLS["any"][1][:2]).shape == (2, 10)
 
 
 def test_nothing_is_read_on_the_host():

@@ -12,7 +12,7 @@ from equipoise import Anderson, HyperAnderson, Picard
 from equipoise.bench.harness import Sample
 from equipoise.plots import FIGURES, LogError, draw, make_chart
 from equipoise.train.hyper_study import Measuring
-from equipoise.train.pareto import curves, most_behind, pareto, speedups, steps_ahead, time_to_reach
+from equipoise.train.pareto import ahead_in_time, curves, most_behind, pareto, speedups, steps_ahead, time_to_reach
 from tests.problems import scaled_weight
 from tests.unit.test_forward import taped  # noqa: F401
 from tests.unit.test_train_captured import emulated, inline_solves  # noqa: F401
@@ -275,6 +275,15 @@ def test_speedups_at_an_equal_metric(sign):
     assert speedups({**record, "points": apart})["hyper"]["alone"] == pytest.approx(3.995 / 1.9975)
     assert steps_ahead(record) == {"hyper": [1, 2, 3], "picard": [1, 2]}
     assert most_behind(record) == {"hyper": 0.0, "picard": 0.5}  # 3 instead of 2 after the last step
+    assert ahead_in_time(record) == {"hyper": [1, 2, 3], "picard": [1, 2]}
+
+
+def test_what_the_reference_has_in_the_same_time():
+    slow = curve((2.0, 8.0), (4.0, 4.0), (6.0, math.nan), (8.0, 3.0), solver="anderson", seed=0)
+    quick = curve((1.0, 99.0), (3.0, 6.0), (3.5, 5.5), (5.0, 4.0), (9.0, 3.5), solver="hyper", seed=0)
+    record = {"points": [*slow, *quick], "better": "lower", "reference": "anderson"}
+    # Nothing at 1 ms; 6 at 3 ms and 5 at 3.5 ms, on the line; 4 at 5 ms, since what follows is no number; 3 in the end.
+    assert ahead_in_time(record) == {"hyper": [1, 2, 4]}
 
 
 # The figure
