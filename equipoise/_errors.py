@@ -1,7 +1,8 @@
 """Error helpers: what was given, what was expected, the nearest valid choice."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -44,6 +45,23 @@ def require_count(owner: str, name: str, value: Any, *, low: int = 1) -> None:
     """Raise unless `value` is an integer of at least `low`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ValueError(f"{owner}: {name} must be an integer of at least {low}, got {value!r}.")
+
+
+def by_name(kind: str, paths: Iterable[str | Path], name: Callable[[Path], str]) -> dict[str, Path]:
+    """Paths by a name that each has; raises if two of them have the same one.
+
+    Args:
+        kind: Of thing, in the plural.
+        paths: The same one may be there twice.
+        name: Of a path.
+    """
+    found: dict[str, Path] = {}
+    for path in map(Path, paths):
+        own = name(path)
+        if own in found and found[own].resolve() != path.resolve():
+            raise ValueError(f"the {kind} {found[own]} and {path} are both called {own!r}: rename one of them.")
+        found[own] = path
+    return found
 
 
 def first_line(error: BaseException) -> str:

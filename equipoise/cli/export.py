@@ -23,4 +23,5 @@ def export(
     from equipoise.train.export import export as write
 
     folder = write(run, out, which=which, dtype=dtype)
-    show({"out": str(folder), "bytes": sum(file.stat().st_size for file in folder.iterdir())}, as_json)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    show({"out": str(folder), "bytes": sum(file.stat().st_size for file in files)}, as_json)

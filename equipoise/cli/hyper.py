@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
+from equipoise._errors import by_name
 from equipoise.cli.options import AsJson, DataDir, RunFolder, Set, Which, refuse
 from equipoise.cli.output import show, table, warn
 
 MOST_SHARE = 0.04  # of the model's parameters
 MOST_SKIPPED = 0.1  # of the steps of a fit
 LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the easy ones
+SEEDS = 3  # of a recipe, in a report
 FULL = "full"  # the recipe that others are compared with
 FOLDERS = ("recipes/hyper", "recipes/hyper/more")
 
@@ -48,7 +50,9 @@ def hyper(
         Path | None,
         typer.Option(help="Fit several solvers, measure them, and write tables and figures into this folder."),
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Of a report: solvers fitted by each recipe.", min=1)] = 3,
+    seeds: Annotated[
+        int | None, typer.Option(help="Of a report: solvers fitted by each recipe; 3 by default.", min=1)
+    ] = None,
     beside: Annotated[
         list[Path] | None, typer.Option(help="Of a report: another run on the same data, e.g. of an explicit network.")
     ] = None,
@@ -87,11 +91,13 @@ def hyper(
     options["seconds"] = None if minutes is None else 60 * minutes
     if report is not None:
         refuse({"--inputs": inputs}, "a report scores, and needs labels; fit to these inputs without --report")
-        refuse({"--out": out, "--finetune": finetune, "--seed": seed}, "a report has fits of its own (RUN/hyper)")
+        fitted = {"--out": out, "--finetune": finetune, "--seed": seed, "--force": force or None}
+        refuse(fitted, "a report has fits of its own (RUN/hyper), which stay while nothing they depend on changes")
         measured = {"most": most} if at is None else {"most": most, "budgets": tuple(sorted(set(at))), "at": max(at)}
-        _report(run, chosen, report, as_json, measured, seeds=seeds, beside=beside or [], **options)
+        _report(run, chosen, report, as_json, measured, seeds=seeds or SEEDS, beside=beside or [], **options)
         return
-    refuse({"--beside": beside, "--most": most, "--at": at}, "this belongs to a report; give --report DIR")
+    of_reports = {"--beside": beside, "--most": most, "--at": at, "--seeds": seeds}
+    refuse(of_reports, "this belongs to a report; give --report DIR")
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} recipes ({', '.join(chosen)}) are fitted for a report; give --report DIR.")
     from equipoise.tasks.hyper import fit_run
@@ -116,7 +122,7 @@ def _read(given: list[str], changes: list[str]) -> dict[str, Any]:
     from equipoise.tasks.hyper import HyperRecipe
     from equipoise.train.config import Source, Table, load_config, with_overrides
 
-    paths = {path.stem: path for one in given for path in _paths(one)}
+    paths = by_name("recipes", [path for one in given for path in _paths(one)], lambda path: path.stem)
     found = {name: load_config(HyperRecipe, path, changes) for name, path in paths.items()}
     if not found or (len(found) > 1 and FULL not in found):
         found[FULL] = with_overrides(Table({}, Source("the settings")), changes).build(HyperRecipe)

@@ -167,7 +167,7 @@ class Sketch(nn.Module):
         self._signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def forward(self, g: Leaves) -> Tensor:
-        sums = [self._sums(leaf.flatten(1)) for leaf in g]
+        sums = [self._sums(_numbers(leaf)) for leaf in g]
         return self.out(torch.cat(sums, dim=-1).to(self.out.weight.dtype))
 
     def _sums(self, leaf: Tensor) -> Tensor:
@@ -259,8 +259,13 @@ class FlatCorrection(nn.Module):
         self.down, self.up = nn.Linear(sum(state), rank, bias=False), _silent(nn.Linear(rank, sum(state), bias=False))
 
     def forward(self, g: Leaves) -> Leaves:
-        added = self.up(self.down(torch.cat([leaf.flatten(1) for leaf in g], dim=1))).split(self.state, dim=1)
+        added = self.up(self.down(torch.cat(list(map(_numbers, g)), dim=1))).split(self.state, dim=1)
         return [more.view_as(leaf) for more, leaf in zip(added, g, strict=True)]
+
+
+def _numbers(leaf: Tensor) -> Tensor:
+    """All numbers of each system, (N, D); one for systems (N,)."""
+    return leaf.reshape(len(leaf), leaf.shape[1:].numel())
 
 
 def _past(x: Tensor, count: int) -> Tensor:

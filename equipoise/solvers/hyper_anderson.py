@@ -459,7 +459,7 @@ def _flat(spec: StateSpec, leaves: Leaves) -> Leaves:
     flat = []
     for leaf, order in zip(leaves, spec.orders, strict=True):
         stored = leaf if order is None or spec.batch_dims != 1 else leaf.permute(order)
-        flat.append(stored.flatten(1).contiguous())
+        flat.append(stored.reshape(len(stored), stored.shape[1:].numel()).contiguous())  # a number each, too
     return flat
 
 

@@ -1,6 +1,7 @@
 """Equilibria that are found once and learned from again and again."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,7 @@ class Pool:
         batches: Inputs, as many batches as are to be kept.
         settings: How equilibria are found, and which are good enough.
         forward: How to run the model on a batch; by default it is called with it.
+        seconds: Find no more of them after so many; those of one batch are found in any case.
 
     Attributes:
         seconds: Time that finding them took.
@@ -29,7 +31,12 @@ class Pool:
     """
 
     def __init__(
-        self, model: nn.Module, batches: Iterable[Any], settings: FitSettings, forward: Forward | None = None
+        self,
+        model: nn.Module,
+        batches: Iterable[Any],
+        settings: FitSettings,
+        forward: Forward | None = None,
+        seconds: float | None = None,
     ) -> None:
         self.found_by = _found_by(settings)
         self._weights = _versions(model)
@@ -42,6 +49,8 @@ class Pool:
             shares += [0.0 if target is None else target.accepted for target in usable]
             if any(usable):
                 self._batches.append([rebuilt(target, scope) for target in usable if target is not None])
+                if time.perf_counter() - started >= (seconds or math.inf):
+                    break
         if not self._batches:
             raise NoEquilibriaError(model, settings, solved=bool(shares))
         self.seconds, self.accepted = time.perf_counter() - started, sum(shares) / len(shares)

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ if TYPE_CHECKING:
     from equipoise.train.load import TrainedRun
     from equipoise.train.tracking import MetricsWriter
 
-LOG = "fit.jsonl"
+LOG, UNFINISHED_LOG = "fit.jsonl", "fit.partial.jsonl"
+POOL_SHARE = 0.5  # of the seconds of a fit, to find equilibria in
 
 __all__ = [
     "PUBLISHED",
@@ -115,6 +117,7 @@ def hyper_step(
     Returns:
         What to log, as scalar tensors, and what the next batch needs.
     """
+    _require_gradients()
     balance = balance or Balance(settings.losses)
     targets, carry = find_targets(model, batch, settings, forward, carry)
     if not targets:
@@ -155,6 +158,7 @@ class Follower:
             batch: Inputs; labels are not looked at.
             forward: How to run the model on the batch; by default it is called with it.
         """
+        _require_gradients()
         usable = _usable(find_targets(model, batch, self.settings, forward)[0], self.settings)
         if usable:
             with held(model, apart_from=self.solver), self.settings.mode(model):
@@ -193,8 +197,8 @@ def fit_hyper_solver(
         solver: Go on with this one; by default one is made by `hyper_solver_for`.
         forward: How to run the model on a batch; by default it is called with it.
         pool: Equilibria found before, e.g. for another fit; `settings.pool` has them found here.
-        seconds: End after so many, if there are steps left then; schedules are shortened. Those of a pool found here
-            count.
+        seconds: End after so many, if there are steps left then; schedules are shortened. A pool found here takes half
+            of them at most.
         log: A file of JSON lines to write.
         log_every: Steps between them.
         progress: Whether to show a progress bar to a person at a terminal.
@@ -202,10 +206,14 @@ def fit_hyper_solver(
     """
     if seconds is not None:
         require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("a fit needs gradients, which torch.inference_mode() cannot give: call it outside of that.")
-    started, fresh = time.perf_counter(), solver is None
-    solver, pool, targets = _begun(model, _stream(batches), settings, solver, forward, pool, sizes)
+    _require_gradients()
+    started, fresh, stream = time.perf_counter(), solver is None, _stream(batches)
+    if pool is None and settings.pool is not None:
+        first = itertools.islice(stream, min(settings.pool, settings.steps))
+        pool = Pool(model, first, settings, forward, seconds and POOL_SHARE * seconds)
+    solver, targets = _begun(model, stream, settings, solver, forward, pool, sizes)
+    learning = time.perf_counter()
+    left = math.inf if seconds is None else max(seconds - (learning - started), sys.float_info.min)
     learner, kept, shares, learned_from, refused, step = Learner(solver, settings), [], 0.0, 0, torch.zeros(()), 0
     with (
         _writer(log) as writer,
@@ -214,11 +222,14 @@ def fit_hyper_solver(
         settings.mode(model),
     ):
         for step, (found, accepted) in zip(range(settings.steps), targets, strict=False):
-            share = max(step / settings.steps, (time.perf_counter() - started) / (seconds or math.inf))
-            last = step == settings.steps - 1 or share >= 1
+            over = (time.perf_counter() - learning) / left
+            share = (
+                max(step / settings.steps, over) if step else 0.0
+            )  # however little time there is, it learns at first
             values = {"accepted": accepted, **_learn(learner, found, min(share, 1.0), fresh)}
             shares, learned_from = shares + accepted, learned_from + bool(found)
             refused = refused + values.get("skipped", 0.0)
+            last = step == settings.steps - 1 or share >= 1 or (not step and time.perf_counter() - learning >= left)
             bar.update()
             if step % log_every == 0 or last:
                 kept.append({name: float(value) for name, value in values.items()})
@@ -251,13 +262,11 @@ def _begun(
     forward: Forward | None,
     pool: Pool | None,
     sizes: dict[str, Any],
-) -> tuple[HyperAnderson, Pool | None, Iterator[tuple[list[Target], float]]]:
-    """The solver of a fit, and the equilibria that it learns from; kept ones if settings say so."""
-    if pool is None and settings.pool is not None:
-        pool = Pool(model, itertools.islice(stream, min(settings.pool, settings.steps)), settings, forward)
-    elif pool is not None and not pool.serves(settings):
+) -> tuple[HyperAnderson, Iterator[tuple[list[Target], float]]]:
+    """The solver of a fit, and the equilibria that it learns from; those of the pool if there is one."""
+    if pool is not None and not pool.serves(settings):
         raise ValueError("the pool was found with another solver, stop, accept or pool than the fit's settings say.")
-    elif pool is not None and not pool.is_of(model):
+    if pool is not None and not pool.is_of(model):
         raise ValueError("the pool has equilibria of another model, or of this one with other weights: find them anew.")
     if solver is not None and sizes:
         raise ValueError(f"{', '.join(sizes)} cannot be set: the solver is given.")
@@ -269,7 +278,12 @@ def _begun(
         stream = itertools.chain((batch,), stream)
     if not solver.num_parameters:
         raise ValueError("this solver has nothing to learn: give it an initialiser, weights, a step length or a rank.")
-    return solver, pool, _targets(model, stream, settings, forward) if pool is None else _kept_targets(pool)
+    return solver, _targets(model, stream, settings, forward) if pool is None else _kept_targets(pool)
+
+
+def _require_gradients() -> None:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a fit needs gradients, which torch.inference_mode() cannot give: call it outside of that.")
 
 
 def _usable(targets: Iterable[Target], settings: FitSettings) -> list[Target]:
@@ -314,6 +328,11 @@ def _made_for(
 
 def _stream(batches: Iterable[Any] | Callable[[int], Any]) -> Iterator[Any]:
     """Batches without end."""
+    if isinstance(batches, Tensor):
+        raise TypeError(
+            f"batches is a tensor of shape {tuple(batches.shape)}: give a list of batches, [x] for one, or a function "
+            "from a step to a batch."
+        )
     if callable(batches):
         step = 0
         while True:
@@ -459,18 +478,18 @@ def forward_of(task: "Task", device: torch.device) -> Forward:
     return forward
 
 
-def pool_of(opened: "TrainedRun", settings: FitSettings, count: int) -> Pool:
+def pool_of(opened: "TrainedRun", settings: FitSettings, count: int, seconds: float | None = None) -> Pool:
     """Equilibria of a run's model on its training inputs, for several fits.
 
     Args:
         opened: The run.
         settings: How they are found.
         count: Batches.
+        seconds: See `Pool`.
     """
+    batches = map(opened.splits.train, range(count))
     with opened.autocast():
-        return Pool(
-            opened.model, map(opened.splits.train, range(count)), settings, forward_of(opened.task, opened.device)
-        )
+        return Pool(opened.model, batches, settings, forward_of(opened.task, opened.device), seconds)
 
 
 def fit_opened(
@@ -489,8 +508,9 @@ def fit_opened(
     from equipoise.train.config import to_data
 
     check_writable(folder)
-    log = folder / LOG
-    log.unlink(missing_ok=True)
+    # An older log goes when the solver goes that it is of.
+    log, unfinished = folder / LOG, folder / UNFINISHED_LOG
+    unfinished.unlink(missing_ok=True)
     options |= {} if solver is not None else recipe.solver.settings()
     with opened.autocast():
         fit = fit_hyper_solver(
@@ -499,13 +519,14 @@ def fit_opened(
             recipe.fit,
             solver=solver,
             forward=forward_of(opened.task, opened.device),
-            log=log,
+            log=unfinished,
             **options,
         )
     notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
     if "inputs" in opened.splits.info:  # not those of the training
         notes["inputs"] = opened.splits.info
     path = save_solver(fit.solver, folder / FILE, opened.model, notes)
+    unfinished.replace(log)
     return {"file": str(path), "log": str(log), **notes}
 
 

@@ -2,14 +2,14 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from equipoise.solvers import WrongModelError, load_solver, save_solver
+from equipoise.solvers import HyperAnderson, WrongModelError, load_solver, save_solver
 from equipoise.solvers._hyper_file import FILE as SOLVER
 from equipoise.train.checkpoint import CONFIG, MODEL, SAVE_DTYPES, save_checkpoint
 from equipoise.train.evaluate import SOLVED
@@ -25,6 +25,7 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
     """Write the weights of a run with all that is needed to use them; `load` and every command take the folder.
 
     A learned solver of these weights, RUN/hyper/solver.safetensors, goes along, rounded likewise, as one of new ones.
+    One of other weights does not: a warning says so.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -34,28 +35,37 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
 
     Raises:
         FileExistsError: If `out` holds something that is not an export.
+        ValueError: If there is a learned solver that cannot be read.
     """
     folder, out = find_checkpoint(run, which), Path(out)
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MODEL).is_file())):
         raise FileExistsError(f"export: {out} is there and is not an exported model; give a new folder.")
     home, model, config = home_of(folder), load(folder), read_config(folder)
+    solver = _own_solver(home, model)  # before anything is written
     card = _card(out.name, home, config, sum(p.numel() for p in model.parameters()), dtype)
     save_checkpoint(out, model, config, save_dtype=dtype)
     for name in ("vocabulary.json", "classes.json"):
         if (home / name).is_file():
             shutil.copy(home / name, out / name)
-    _hand_on_solver(home, model, out, SAVE_DTYPES[dtype])
+    if solver is not None:  # of the new weights: rounding moves equilibria a little
+        save_solver(solver, out / "hyper" / SOLVER, load(out), {"exported_from": str(home)}, SAVE_DTYPES[dtype])
     (out / CARD).write_text(card, encoding="utf-8")
     return out
 
 
-def _hand_on_solver(home: Path, model: nn.Module, out: Path, dtype: torch.dtype) -> None:
-    """A learned solver beside the new weights, if there is one for the old ones: rounding moves equilibria a little."""
+def _own_solver(home: Path, model: nn.Module) -> HyperAnderson | None:
+    """The learned solver of a run's weights, if there is one."""
     try:
-        solver = load_solver(home, model)
-    except (FileNotFoundError, WrongModelError):
-        return
-    save_solver(solver, out / "hyper" / SOLVER, load(out), {"exported_from": str(home)}, dtype)
+        return load_solver(home, model)
+    except FileNotFoundError:
+        return None
+    except WrongModelError:
+        warnings.warn(
+            f"the learned solver in {home / 'hyper'} is of other weights than these, and stays behind; fit one to the "
+            "new folder by `equipoise hyper`.",
+            stacklevel=3,
+        )
+        return None
 
 
 def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dtype: str) -> str:

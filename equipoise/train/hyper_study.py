@@ -24,14 +24,14 @@ from equipoise.solvers import Solver, as_solver, fingerprint
 from equipoise.solvers._hyper_file import FILE as SOLVER
 from equipoise.solvers._hyper_file import load_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import LOG, FitSettings, HyperRecipe, Pool, fit_opened, forward_of, pool_of
+from equipoise.tasks.hyper import LOG, POOL_SHARE, FitSettings, HyperRecipe, Pool, fit_opened, forward_of, pool_of
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.config import ConfigError, from_data, to_data
 from equipoise.train.hyper_summary import concluded, markdown
-from equipoise.train.load import TrainedRun, home_of, load, open_run, require_equilibrium
+from equipoise.train.load import TrainedRun, home_of, open_run, require_equilibrium
 from equipoise.train.loop import LOG as METRICS
 from equipoise.train.pareto import FILE as PARETO
-from equipoise.train.pareto import LEARNED, curves, pareto_opened, require_same_data
+from equipoise.train.pareto import LEARNED, curves, loaded_beside, pareto_opened
 from equipoise.train.scoring import Scoring, engine_of
 from equipoise.train.tracking import environment, plain, read_metrics, write_json
 
@@ -42,6 +42,7 @@ FAR = 3  # times the unrolled steps, to which residuals are followed
 FEW_SYSTEMS = 128  # whose residuals are followed for a variant
 MANY_SYSTEMS = 1000  # likewise for the solver that is reported
 LEAST_SECONDS = 1.0  # that a fit gets, however little time is left
+FIGURES = {"pareto", "beyond", "ablations"}
 REDRAWN = 8.0  # seconds between figures of a report that is not complete yet
 ANY = 1e30  # residual up to which held-out systems count: none is left out
 
@@ -103,7 +104,7 @@ def study_run(
         recipes: By name.
         out: The folder.
         seeds: Solvers fitted by each recipe.
-        seconds: For all fits together; those that are there already take none.
+        seconds: For all fits together, and their equilibria; those that are there already take none.
         measuring: What is measured.
         beside: Runs on the same data, e.g. of an explicit network, to be single points beside the curves.
         data_dir: Where data files are.
@@ -118,9 +119,9 @@ def study_run(
     opened = open_run(run, measuring.split, data_dir, which=which, changes=changes)
     # Wrong ones are refused before any work.
     require_equilibrium(opened.model, opened.folder, "so there is no solver to fit")
-    require_same_data(opened, beside, data_dir)
-    others = {Path(other).name: load(other, opened.device) for other in beside}
+    others = loaded_beside(opened, beside, data_dir)
     check_writable(out)
+    _require_own(Path(out), opened)
     if opened.device.type != "cuda":
         say("there is no GPU: times per batch will be those of this processor")
     far = FAR * next(iter(recipes.values())).fit.unroll
@@ -133,6 +134,13 @@ def study_run(
     report = _Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
     _measure(study, report, others, recipes[first].fit)
     return report.write(complete=True)
+
+
+def _require_own(out: Path, opened: TrainedRun) -> None:
+    """Raise if a folder has the report of another checkpoint, which would be lost."""
+    there = (_read(out / REPORT) or {}).get("checkpoint")
+    if there not in (None, str(opened.folder)):
+        raise FileExistsError(f"{out} has the report of {there}; give another folder, or remove that one.")
 
 
 def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: str) -> dict[str, Any]:
@@ -199,12 +207,11 @@ class _Study:
         """All solvers; those that the run has are loaded."""
         wanted = [(name, seed) for name in recipes for seed in range(seeds)]
         kept = {(name, seed): self._kept(name, recipes[name], seed) for name, seed in wanted}
-        started, new = time.perf_counter(), [key for key, fitted in kept.items() if fitted is None]
+        until = None if seconds is None else time.perf_counter() + seconds
+        new = [key for key, fitted in kept.items() if fitted is None]
         for done, (name, seed) in enumerate(new):
-            share = None if seconds is None else (started + seconds - time.perf_counter()) / (len(new) - done)
             if name not in self.skipped:
-                least = None if share is None else max(share, LEAST_SECONDS)
-                kept[name, seed] = self._fit(name, recipes[name], seed, least)
+                kept[name, seed] = self._fit(name, recipes[name], seed, until, len(new) - done)
         found: dict[str, list[_Fitted]] = {}
         for (name, _), fitted in kept.items():
             if fitted is not None:
@@ -230,13 +237,20 @@ class _Study:
         except (ValueError, FileNotFoundError):  # of another model or version, cut off, or gone: it is fitted anew
             return None
 
-    def _fit(self, name: str, recipe: HyperRecipe, seed: int, seconds: float | None) -> _Fitted | None:
+    def _fit(self, name: str, recipe: HyperRecipe, seed: int, until: float | None, more: int) -> _Fitted | None:
+        """A new solver; by a time that is to do for so many fits, this one among them."""
         folder, recipe = self._place(name, seed), self._recipe(recipe, seed)
         (folder / FITTED).unlink(missing_ok=True)
         (folder / MEASURED).unlink(missing_ok=True)
-        pool = self._pool(recipe.fit)
+
+        def left() -> float | None:
+            return None if until is None else max(until - time.perf_counter(), LEAST_SECONDS)
+
         try:
-            record = fit_opened(self.opened, recipe, folder, pool=pool, seconds=seconds, progress=True)
+            pool = self._pool(recipe.fit, left())
+            seconds = left()
+            own = None if seconds is None else max(seconds / more, LEAST_SECONDS)
+            record = fit_opened(self.opened, recipe, folder, pool=pool, seconds=own, progress=True)
         except ValueError as error:  # e.g. a mean over positions for a state that has none
             self.skipped[name] = str(error)
             self.say(f"{name}: left out, {error}")
@@ -247,13 +261,13 @@ class _Study:
         self.say(f"{name}, seed {seed}: {record['seconds']:.1f} s, residual {start:.1e} to {end:.1e}")
         return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
 
-    def _pool(self, settings: FitSettings) -> Pool:
+    def _pool(self, settings: FitSettings, seconds: float | None) -> Pool:
         for pool in self._pools:
             if pool.serves(settings):
                 return pool
         count = min(settings.pool or POOL, settings.steps)
         self.say(f"equilibria of {count} batches by {type(settings.solver).__name__}")
-        pool = pool_of(self.opened, settings, count)
+        pool = pool_of(self.opened, settings, count, seconds and POOL_SHARE * seconds)
         self._pools.append(pool)
         return pool
 
@@ -425,6 +439,11 @@ class _Report:
         if complete or time.perf_counter() - self._drawn > REDRAWN:
             self.figures, self._drawn = _draw(self.out, record, self.say), time.perf_counter()
             self._write_text(record, behind=False)
+        if complete:
+            for name in FIGURES - {*self.figures}:  # of a report with more variants
+                for path in self.out.glob(f"{name}.*"):
+                    if path.name != PARETO:
+                        path.unlink()
         files = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
         return {**record, "files": [str(path) for path in files]}
 
@@ -438,6 +457,8 @@ class _Report:
 
     def _copy_logs(self) -> None:
         (self.out / "fits").mkdir(parents=True, exist_ok=True)
+        for path in (self.out / "fits").glob("*.jsonl"):
+            path.unlink()
         for name, seeds in self.fits.items():
             for seed, fit in enumerate(seeds):
                 (self.out / "fits" / f"{name}-{seed}.jsonl").write_bytes((fit.folder / LOG).read_bytes())

@@ -134,6 +134,12 @@ def residual_area(curve: Mapping[str, Any], unroll: int) -> float:
     return statistics.fmean(math.log10(max(value, 1e-30)) for value in medians) if usable else math.inf
 
 
+def _counted(record: Mapping[str, Any]) -> list[int]:
+    """The numbers of steps whose losses areas are means of."""
+    points = next(iter(record["classic"].values()))["points"]
+    return [point["steps"] for point in points if 1 <= point["steps"] <= record["unroll"]]
+
+
 def _areas(record: Mapping[str, Any]) -> dict[str, list[float]]:
     found = {name: [curve] for name, curve in record["classic"].items()}
     found |= {name: variant["curves"] for name, variant in record["variants"].items()}
@@ -367,8 +373,9 @@ def _ablations(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
     return [
         "## Ablations",
         *(f"![{name}]({name}.png)" for name in figures if name == "ablations"),
-        f"The best first, by the mean excess of the loss over the equilibrium's after 1 to {record['unroll']} steps; "
-        "beside it the mean logarithm of the median residual.",
+        f"The best first, by the mean excess of the loss over the equilibrium's after these numbers of steps: "
+        f"{ranges(_counted(record))}; beside it the mean logarithm of the median residual after 1 to "
+        f"{record['unroll']}.",
         table(columns, rows),
         "What was published, and the difference of our excess losses with its standard error:",
         table(("published", "ours", ""), claims),

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise._errors import require_count, unknown_name
+from equipoise._errors import by_name, require_count, unknown_name
 from equipoise._forward import CapturedForward
 from equipoise._modes import evaluating
 from equipoise._module import deqs_in, override
@@ -500,13 +500,12 @@ def pareto_run(
     """
     opened = open_run(run, split, data_dir, which=which, changes=changes)
     require_equilibrium(opened.model, opened.folder, "so there are no solvers to compare")
-    require_same_data(opened, beside, data_dir)
     chosen: dict[str, Any] = {}
     for name in solvers:
         made = named_solver(name, opened.model, force=force)
         chosen.setdefault(LEARNED if name.startswith(PREFIX) else name, []).append(made)
     others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
-    others |= {Path(other).name: load(other, opened.device) for other in beside}
+    others |= loaded_beside(opened, beside, data_dir)
     path, head = Path(run) / FILE, {"run": str(run), "changes": list(changes)}
 
     def keep(record: dict[str, Any]) -> None:
@@ -514,6 +513,21 @@ def pareto_run(
 
     options |= {"others": others, "at": at, "each": keep}
     return {**head, **pareto_opened(opened, chosen, budgets, split=split, most=most, **options)}
+
+
+def loaded_beside(
+    opened: TrainedRun, beside: Sequence[str | Path], data_dir: str | None = None
+) -> dict[str, nn.Module]:
+    """The models of other runs on the same data, by the names of their folders.
+
+    Args:
+        opened: The run they are to be put beside.
+        beside: Folders of the others.
+        data_dir: Where data files are.
+    """
+    folders = by_name("runs", beside, lambda path: path.name)
+    require_same_data(opened, beside, data_dir)
+    return {name: load(folder, opened.device) for name, folder in folders.items()}
 
 
 def require_same_data(opened: TrainedRun, beside: Sequence[str | Path], data_dir: str | None = None) -> None:

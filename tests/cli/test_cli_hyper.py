@@ -10,6 +10,7 @@ import equipoise as eq
 from equipoise.cli.hyper import _read
 from equipoise.plots import draw
 from equipoise.solvers import fingerprint, load_solver
+from equipoise.tasks.hyper import FitSettings, HyperRecipe, fit_run
 from equipoise.train import hyper_study
 from equipoise.train.load import find_checkpoint, load
 from equipoise.train.pareto import pareto_run
@@ -114,7 +115,9 @@ def test_settings_from_a_file(run, tmp_path):
         (("--recipe", "full", "--recipe", "free"), "2 recipes (full, free) are fitted for a report; give --report DIR"),
         (("--most", "3"), "--most cannot be used here: this belongs to a report; give --report DIR"),
         (("--at", "3"), "--at cannot be used here: this belongs to a report; give --report DIR"),
+        (("--seeds", "2"), "--seeds cannot be used here: this belongs to a report; give --report DIR"),
         (("--report", "out", "--out", "x", "--seed", "1"), "--out, --seed cannot be used here: a report has fits"),
+        (("--report", "out", "--force"), "--force cannot be used here: a report has fits of its own"),
         (("--set", "task.lenght=3"), "did you mean 'length'"),
     ],
 )
@@ -136,6 +139,32 @@ def test_a_folder_without_a_checkpoint(tmp_path, run_main, monkeypatch, options)
 
 def test_a_recipe_by_name(run):
     assert fitted(run, "--recipe", "softmax")["recipe"]["solver"]["weights"] == "softmax"
+
+
+def test_recipes_of_one_name_are_refused(run, run_main, tmp_path):
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.toml").write_text("")
+    paths = [str(tmp_path / folder / "mine.toml") for folder in ("one", "two")]
+    code, _, error = run_main("hyper", run, "--recipe", paths[0], "--recipe", paths[1])
+    assert code == 2
+    assert "are both called 'mine': rename one of them" in one_line(error)
+    assert list(_read([paths[0], paths[0]], [])) == ["mine"]
+
+
+def test_what_is_cut_off_leaves_the_solver_and_its_log(run, monkeypatch):
+    fitted(run)
+    folder = run / "hyper"
+    kept = {name: (folder / name).read_bytes() for name in ("solver.safetensors", "fit.jsonl")}
+
+    def cut_off(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("equipoise.tasks.hyper.save_solver", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        fit_run(run, HyperRecipe(fit=FitSettings(steps=2, unroll=2, accept=0.9)), force=True)
+    assert {name: (folder / name).read_bytes() for name in kept} == kept
+    assert (folder / "fit.partial.jsonl").is_file()
 
 
 def test_a_limit_of_time(run):

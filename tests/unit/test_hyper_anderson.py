@@ -359,9 +359,7 @@ def test_nothing_to_read():
         eq.fixed_point(lambda z: 0.5 * z + 1, z0, solver=HyperAnderson.for_any(z0, source=3))
     deq, x, solver = made("any")
     for adjoint in (eq.Implicit, eq.Shine):
-        with pytest.raises(
-            ValueError, match=f"{adjoint.__name__}: HyperAnderson has a learned start, and adjoint equa"
-        ):
+        with pytest.raises(ValueError, match=f"{adjoint.__name__}: HyperAnderson has a learned start, and"):
             adjoint(solver=solver)
     without = shaken(made("any", source=None)[2], 0.01)
     found = []
@@ -535,6 +533,28 @@ def test_an_audit_is_of_the_parameters_of_the_model():
     deq, x, solver = made("any")
     deq.plan = eq.Plan(shaken(solver, 0.02), eq.Implicit(stop=TIGHT), TIGHT)
     assert eq.audit_gradient(deq, x).relative_error < 1e-3
+
+
+class Numbers(nn.Module):
+    """A number for each system, and two more in a leaf of their own."""
+
+    def initial_state(self, x: Tensor) -> dict[str, Tensor]:
+        return {"one": x.new_zeros(len(x)), "two": x.new_zeros(len(x), 2)}
+
+    def forward(self, z: dict[str, Tensor], x: Tensor) -> dict[str, Tensor]:
+        return {"one": torch.tanh(0.4 * z["two"].sum(1) + x[:, 0]), "two": torch.tanh(0.4 * z["one"][:, None] + x)}
+
+
+@pytest.mark.parametrize("settings", [{}, {"rank": 2, "weights": "newest", "mixing": False}])
+def test_leaves_of_one_number(settings):
+    deq, x = eq.DEQ(Numbers(), engine="eager"), torch.randn(5, 2)
+    fit = fit_hyper_solver(deq, [x], FitSettings(steps=2, unroll=2), budget=None, hidden=4, width=4, **settings)
+    found = solved(deq, x, fit.solver, TIGHT)
+    assert found.stats.ok.all()
+    assert same(found.value, solved(deq, x, Anderson(), TIGHT).value, 1e-4)
+    assert len(solved(deq, x[:0], fit.solver, TIGHT).value["one"]) == 0
+    alone = eq.fixed_point(lambda z: torch.cos(z), torch.zeros(4), solver=HyperAnderson.for_any(torch.zeros(4)))
+    torch.testing.assert_close(alone.value, torch.full((4,), 0.739085), rtol=1e-2, atol=1e-2)
 
 
 class WithContext(nn.Module):

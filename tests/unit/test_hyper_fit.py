@@ -80,6 +80,22 @@ def shaken(solver: HyperAnderson) -> HyperAnderson:
     return solver
 
 
+def test_a_tensor_is_no_list_of_batches(deq):
+    with pytest.raises(
+        TypeError, match=r"batches is a tensor of shape \(64, 2\): give a list of batches, \[x\] for one"
+    ):
+        fit_hyper_solver(deq, batch(0), SHORT)
+
+
+def test_single_steps_need_gradients_too(deq):
+    solver, optimiser = small(deq), None
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match="a fit needs gradients"):
+            hyper_step(deq, batch(0), solver, optimiser)
+        with pytest.raises(RuntimeError, match="a fit needs gradients"):
+            Follower(solver, SHORT).step(deq, batch(0))
+
+
 # What it is for
 
 

@@ -72,6 +72,18 @@ def test_systems_that_cannot_be_taken_apart_are_left_out():
     assert usable.problem.num_systems == usable.root[0].shape[0] == 32
 
 
+def test_time_is_a_limit_of_finding_too(deq):
+    assert len(Pool(deq, map(batch, range(6)), QUICK, seconds=1e-9)) == 1
+    assert len(Pool(deq, map(batch, range(6)), QUICK, seconds=3600.0)) == 6
+
+
+def test_what_is_fitted_in_no_time_has_learned_from_one_batch(deq):
+    settings = dataclasses.replace(QUICK, pool=6, steps=100)
+    fit = fit_hyper_solver(deq, batch, settings, seconds=1e-9, **SIZES)
+    assert (fit.record["steps"], fit.record["pool"]) == (1, 1)
+    assert fit.solver.step.out.weight.any()  # zero before any fitting
+
+
 def test_a_pool_without_equilibria(deq):
     with pytest.raises(ValueError, match=r"residual of 1e-09 in 12 steps: allow more \(fit.stop.max_steps\)"):
         Pool(deq, [batch(0)], FitSettings(stop=ROUGH, accept=1e-9))

@@ -1,5 +1,6 @@
 """Several learned solvers for one run: what is fitted, measured, concluded and written, and what is not done twice."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -57,6 +58,37 @@ def not_drawn(monkeypatch):
 
 
 # The whole
+
+
+def test_the_report_of_another_checkpoint_is_not_lost(studied, trained, tmp_path, not_drawn):
+    other = shutil.copytree(trained, tmp_path / "other")
+    _, out, _, _ = studied
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with pytest.raises(FileExistsError, match="has the report of .*; give another folder, or remove that one"):
+        study_run(other, CHOSEN, out, seeds=1, measuring=MEASURING)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_what_is_no_part_of_a_report_goes_and_what_suits_no_recipe_is_left_out(studied, tmp_path):
+    run, out = (shutil.copytree(studied[place], tmp_path / name) for place, name in ((0, "run"), (1, "report")))
+    there = json.loads((out / "report.json").read_text())
+    moved = str(there["checkpoint"]).replace(str(studied[0]), str(run))
+    (out / "report.json").write_text(json.dumps({**there, "checkpoint": moved}))
+    assert (out / "ablations.png").is_file()
+    nowhere = HyperRecipe(Networks(**SIZES), dataclasses.replace(QUICK, accept=1e-30))
+    record = study_run(run, {"full": CHOSEN["full"], "nowhere": nowhere}, out, seeds=1, measuring=MEASURING)
+    assert "has no equilibrium on these batches" in record["skipped"]["nowhere"]
+    assert record["complete"]
+    assert not list(out.glob("ablations.*"))
+    assert [path.name for path in (out / "fits").iterdir()] == ["full-0.jsonl"]
+    assert (out / "pareto.json").is_file()
+
+
+def test_runs_of_one_name_are_not_put_beside(studied, trained, tmp_path):
+    other = shutil.copytree(trained, tmp_path / trained.name)
+    with pytest.raises(ValueError, match="are both called"):
+        study_run(studied[0], CHOSEN, tmp_path / "out", measuring=MEASURING, beside=[trained, other])
+    assert not (tmp_path / "out").exists()
 
 
 def test_each_recipe_is_fitted_with_each_seed(studied, trained):

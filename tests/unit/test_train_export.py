@@ -100,7 +100,12 @@ def test_a_learned_solver_goes_along_if_it_is_one_of_these_weights(run, tmp_path
     with torch.no_grad():
         next(model.parameters()).add_(1.0)
     save_solver(solver, copied / "hyper" / "solver.safetensors", model)
-    assert not (export(copied, tmp_path / "other") / "hyper").exists()
+    with pytest.warns(UserWarning, match="is of other weights than these, and stays behind"):
+        assert not (export(copied, tmp_path / "other") / "hyper").exists()
+    (copied / "hyper" / "solver.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="cannot be read as a learned solver"):
+        export(copied, tmp_path / "third")
+    assert not (tmp_path / "third").exists()
 
 
 def test_what_stands_in_the_way_is_left_alone(run, tmp_path):
