@@ -223,9 +223,7 @@ def fit_hyper_solver(
     ):
         for step, (found, accepted) in zip(range(settings.steps), targets, strict=False):
             over = (time.perf_counter() - learning) / left
-            share = (
-                max(step / settings.steps, over) if step else 0.0
-            )  # however little time there is, it learns at first
+            share = max(step / settings.steps, over) if step else 0.0  # it learns, however little time there is
             values = {"accepted": accepted, **_learn(learner, found, min(share, 1.0), fresh)}
             shares, learned_from = shares + accepted, learned_from + bool(found)
             refused = refused + values.get("skipped", 0.0)

@@ -64,7 +64,7 @@ def test_the_report_of_another_checkpoint_is_not_lost(studied, trained, tmp_path
     other = shutil.copytree(trained, tmp_path / "other")
     _, out, _, _ = studied
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    with pytest.raises(FileExistsError, match="has the report of .*; give another folder, or remove that one"):
+    with pytest.raises(FileExistsError, match=r"has the report of .*; give another folder, or remove that one"):
         study_run(other, CHOSEN, out, seeds=1, measuring=MEASURING)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
