@@ -33,7 +33,7 @@ def beyond_chart(record: Mapping[str, Any]) -> Chart:
             style.band(axes, mean, [one + more for one, more in zip(mean, spread, strict=True)], series)
         axes.axvline(record["unroll"], color=style.INK, linewidth=0.8, linestyle=(0, (2, 2)))
         axes.set_title(
-            f"dotted: the {record['unroll']} steps that were unrolled; shaded: a standard deviation over systems"
+            f"dotted: the {record['unroll']} steps that were unrolled\nshaded: up to a standard deviation over systems"
         )
         axes.set_ylabel("relative residual, mean")
         style.step_axis(axes, "solver step")

@@ -121,7 +121,7 @@ def study_run(
     require_equilibrium(opened.model, opened.folder, "so there is no solver to fit")
     others = loaded_beside(opened, beside, data_dir)
     check_writable(out)
-    _require_own(Path(out), opened)
+    _require_own(Path(out), run)
     if opened.device.type != "cuda":
         say("there is no GPU: times per batch will be those of this processor")
     far = FAR * next(iter(recipes.values())).fit.unroll
@@ -136,10 +136,10 @@ def study_run(
     return report.write(complete=True)
 
 
-def _require_own(out: Path, opened: TrainedRun) -> None:
-    """Raise if a folder has the report of another checkpoint, which would be lost."""
-    there = (_read(out / REPORT) or {}).get("checkpoint")
-    if there not in (None, str(opened.folder)):
+def _require_own(out: Path, run: str | Path) -> None:
+    """Raise if a folder has the report of another run, which would be lost."""
+    there = (_read(out / REPORT) or {}).get("run")
+    if there is not None and Path(there).resolve() != Path(run).resolve():
         raise FileExistsError(f"{out} has the report of {there}; give another folder, or remove that one.")
 
 
@@ -163,8 +163,11 @@ def _measure(study: "_Study", report: "_Report", others: Mapping[str, nn.Module]
     study.say("metric against time")
     scored = curves(study.pareto([fit.solver for fit in fits[first]], others, report.timed))
     report.record["equilibrium"] = study.equilibrium(settings)
+    unscored = () if len(fits) > 1 else None  # metrics of other classic solvers are for comparisons of variants alone
     report.record["classic"] = {
-        name: study.kept_curve(as_solver(name), study.folder / "classic" / name, MANY_SYSTEMS, *scored.get(name, ()))
+        name: study.kept_curve(
+            as_solver(name), study.folder / "classic" / name, MANY_SYSTEMS, *scored.get(name, [unscored])
+        )
         for name in CLASSIC
     }
     for name, own in fits.items():
@@ -273,21 +276,21 @@ class _Study:
 
     # Measurements
 
-    def kept_curve(self, solver: Solver, folder: Path, systems: int, scored: Points = ()) -> dict[str, Any]:
+    def kept_curve(self, solver: Solver, folder: Path, systems: int, scored: Points | None = ()) -> dict[str, Any]:
         """The curve of a solver, measured before or now.
 
         Args:
             solver: To be measured.
             folder: Where the curve is kept.
             systems: Whose residuals are followed.
-            scored: Points that were scored already.
+            scored: Points that were scored already; None for no metrics at all.
         """
         m, path = self.measuring, folder / MEASURED
         settings = plain({"split": m.split, "budgets": m.budgets, "most": m.most, "changes": self.changes})
         settings |= {"systems": systems, "steps": self.far, "model": self.model_hash}
         settings |= {"metric": self.opened.task.drawn[0]}
         kept = _read(path)
-        if kept is not None and kept.get("settings") == settings:
+        if kept is not None and kept.get("settings") == settings and (scored is None or kept["curve"]["points"]):
             return dict(kept["curve"])
         self.say(f"measuring {folder.parent.name}, {folder.name}")
         curve = self.curve(solver, systems, scored)
@@ -295,13 +298,13 @@ class _Study:
         write_json(path, {"settings": settings, "curve": curve})
         return curve
 
-    def curve(self, solver: Solver, systems: int, scored: Points = ()) -> dict[str, Any]:
+    def curve(self, solver: Solver, systems: int, scored: Points | None = ()) -> dict[str, Any]:
         """Metrics after each number of steps, from none on, and relative residuals step by step."""
-        known = {point["steps"]: {name: point[name] for name in ("metric", "loss")} for point in scored}
+        known = {point["steps"]: {name: point[name] for name in ("metric", "loss")} for point in scored or ()}
         points = []
         # Recording each solver for each number of steps takes longer than some solves; for many, `Scoring` does it.
         with engine_of(self.opened.model, "eager"), torch.no_grad(), self.opened.autocast():
-            for steps in (0, *self.measuring.budgets):
+            for steps in () if scored is None else (0, *self.measuring.budgets):
                 if steps in known:
                     points.append({"steps": steps, **known[steps]})
                     continue

@@ -60,7 +60,7 @@ def not_drawn(monkeypatch):
 # The whole
 
 
-def test_the_report_of_another_checkpoint_is_not_lost(studied, trained, tmp_path, not_drawn):
+def test_the_report_of_another_run_is_not_lost(studied, trained, tmp_path, not_drawn):
     other = shutil.copytree(trained, tmp_path / "other")
     _, out, _, _ = studied
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
@@ -72,16 +72,30 @@ def test_the_report_of_another_checkpoint_is_not_lost(studied, trained, tmp_path
 def test_what_is_no_part_of_a_report_goes_and_what_suits_no_recipe_is_left_out(studied, tmp_path):
     run, out = (shutil.copytree(studied[place], tmp_path / name) for place, name in ((0, "run"), (1, "report")))
     there = json.loads((out / "report.json").read_text())
-    moved = str(there["checkpoint"]).replace(str(studied[0]), str(run))
-    (out / "report.json").write_text(json.dumps({**there, "checkpoint": moved}))
+    (out / "report.json").write_text(json.dumps({**there, "run": str(run)}))
     assert (out / "ablations.png").is_file()
     nowhere = HyperRecipe(Networks(**SIZES), dataclasses.replace(QUICK, accept=1e-30))
     record = study_run(run, {"full": CHOSEN["full"], "nowhere": nowhere}, out, seeds=1, measuring=MEASURING)
     assert "has no equilibrium on these batches" in record["skipped"]["nowhere"]
     assert record["complete"]
+    assert record["classic"]["broyden"] == there["classic"]["broyden"]  # more than is needed does
     assert not list(out.glob("ablations.*"))
     assert [path.name for path in (out / "fits").iterdir()] == ["full-0.jsonl"]
     assert (out / "pareto.json").is_file()
+
+
+def test_metrics_of_other_classic_solvers_are_for_comparisons_of_variants(trained, tmp_path, not_drawn):
+    run, out, said = shutil.copytree(trained, tmp_path / "run"), tmp_path / "out", []
+    options = {"seeds": 1, "measuring": MEASURING, "say": said.append}
+    alone = study_run(run, {"full": CHOSEN["full"]}, out, **options)["classic"]
+    assert [point["steps"] for point in alone["anderson"]["points"]] == [0, 1, 2, 4]
+    assert alone["broyden"]["points"] == []
+    assert len(alone["broyden"]["residual"]["mean"]) == 3 * QUICK.unroll + 1
+    both = study_run(run, {name: CHOSEN[name] for name in ("full", "softmax")}, out, **options)["classic"]
+    assert [point["steps"] for point in both["broyden"]["points"]] == [0, 1, 2, 4]
+    assert both["broyden"]["residual"] == alone["broyden"]["residual"]
+    assert said.count("measuring classic, broyden") == 2
+    assert said.count("measuring classic, anderson") == 1
 
 
 def test_runs_of_one_name_are_not_put_beside(studied, trained, tmp_path):
