@@ -12,6 +12,7 @@ from equipoise.data.files import DamagedDataError, MissingDataError, Source, che
 SPLITS = ("train", "valid", "test")
 _SPLIT_NAMES = {"train": ("train",), "valid": ("valid", "validation", "val", "dev"), "test": ("test",)}
 _TEXT_NAME = re.compile(r"\.(txt|tokens|raw|text)(\.(xz|gz|zip))?$")
+_BLANK = re.compile(r"\s")
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,20 @@ def _one(folder: Path, split: str, paths: list[Path]) -> Path | None:
 
 
 def cut_lines(text: str, cuts: tuple[float, float] = (0.9, 0.95)) -> dict[str, str]:
-    """Cut a text at the ends of lines near shares of its length."""
-    first, second = (text.find("\n", int(share * len(text))) + 1 or len(text) for share in cuts)
+    """Cut a text at the ends of lines near shares of its length, or of words where lines are long."""
+    # Half of the smallest part at most: a text may be one line, and no part may take in the next one.
+    most = int(min(cuts[1] - cuts[0], 1 - cuts[1]) * len(text) / 2)
+    first, second = (line_end(text, int(share * len(text)), most) for share in cuts)
     return {"train": text[:first], "valid": text[first:second], "test": text[second:]}
+
+
+def line_end(text: str, place: int, most: int) -> int:
+    """Where the line at `place` ends; if that is more than `most` characters on, where the word does, or `place`."""
+    found = text.find("\n", place, place + most)
+    if found < 0:
+        blank = _BLANK.search(text, place, place + most)
+        found = blank.start() if blank else place - 1
+    return found + 1
 
 
 def read_embedded() -> Texts:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equipoise._errors import require_number, unknown_name
 from equipoise.data.files import DamagedDataError, MissingDataError, TextFile, data_root, find_text, read_text
-from equipoise.data.readers import SPLITS, Texts, cut, read_embedded, read_folder
+from equipoise.data.readers import SPLITS, Texts, cut, line_end, read_embedded, read_folder
 from equipoise.data.registry import register_data
 from equipoise.data.vocabulary import (
     VOCABULARIES,
@@ -139,7 +139,8 @@ def load_text(
         min_count: Words or characters seen less often in the training text become `<unk>`; by default the rule of the
             corpus.
         size: Most entries of the vocabulary; for `"bpe"` their number, by default 8192.
-        train_fraction: Leading share of the training text to use; the vocabulary is counted on it.
+        train_fraction: Leading share of the training text to use, up to the end of a line, or of a word where lines
+            are long; the vocabulary is counted on it.
 
     Raises:
         MissingDataError: If a file is not there; the message says where it was sought and how to get it.
@@ -174,7 +175,8 @@ def _prepare(splits: dict[str, str], strip: bool, by_line: bool, fraction: float
     for split in SPLITS:
         text = splits.get(split, "")
         if split == "train" and fraction < 1:
-            text = text[: text.find("\n", int(fraction * len(text))) + 1] or text
+            place = int(fraction * len(text))
+            text = text[: line_end(text, place, 1 + place // 10)]  # in a text of long lines the next end may be far
         if strip:
             text = "\n".join(line.strip() for line in text.split("\n"))
         ready[split] = text + "\n" if by_line and text and not text.endswith("\n") else text

@@ -167,6 +167,25 @@ def test_any_folder_of_text_is_joined_and_cut_at_lines(tmp_path):
     assert set(corpus.info["md5"]) == {"one.txt", "two.txt"}
 
 
+@pytest.mark.parametrize("tokens", ["word", "character", "byte"])
+@pytest.mark.parametrize("lines", [[4_000], [3_800, 200]], ids=["one", "two"])
+def test_a_text_of_long_lines_is_cut_between_words(tmp_path, tokens, lines):
+    write(tmp_path / "all", {"all": "\n".join(" ".join(["word"] * count) for count in lines)}, "{}.txt")
+    corpus = load_text(tmp_path / "all", tokens=tokens)
+    shares = [len(corpus.split(split)) for split in ("train", "valid", "test")]
+    assert [round(share / sum(shares), 2) for share in shares] == [0.9, 0.05, 0.05]
+    assert set("".join(corpus.vocabulary.decode(corpus.valid)).split()) == {"word"}
+    tenth = load_text(tmp_path / "all", tokens=tokens, train_fraction=0.1)
+    assert len(tenth.train) == pytest.approx(shares[0] / 10, rel=0.02)
+
+
+def test_a_text_without_blanks_is_cut_where_the_shares_are(tmp_path):
+    write(tmp_path, {"all": "ab" * 500}, "{}.txt")
+    corpus = load_text(tmp_path, tokens="character")
+    assert [len(corpus.split(split)) for split in ("train", "valid", "test")] == [900, 50, 50]
+    assert len(load_text(tmp_path, tokens="character", train_fraction=0.5).train) == 450
+
+
 def test_unknown_names_say_what_is_known_and_where_a_folder_was_sought(tmp_path):
     with pytest.raises(ValueError, match="unknown corpus 'wikitext_2'; did you mean 'wikitext2'") as raised:
         load_text("wikitext_2", tmp_path)
