@@ -66,7 +66,11 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.is_cuda:
         return nll(logits.flatten(0, 1), targets.flatten()).view(targets.shape)
     work = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-    return F.cross_entropy(work.flatten(0, 1), targets.flatten().long(), reduction="none").view(targets.shape)
+    # Nothing is to be ignored: by default -100, a target outside the vocabulary, would have a loss of zero.
+    losses = F.cross_entropy(
+        work.flatten(0, 1), targets.flatten().long(), reduction="none", ignore_index=torch.iinfo(torch.int64).min
+    )
+    return losses.view(targets.shape)
 
 
 def stats_in_a_row(parts: Sequence[Stats]) -> Stats:

@@ -120,6 +120,13 @@ def test_losses_are_cross_entropies_of_the_logits(model):
     assert relative_error(got.losses, want) <= 1e-13
 
 
+@pytest.mark.parametrize("target", [-100, -1, VOCABULARY])
+def test_a_target_outside_the_vocabulary_is_refused(model, target):
+    tokens = torch.zeros(1, 3, dtype=torch.long)
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        model(tokens, torch.full_like(tokens, target))
+
+
 def test_dropout_acts_in_training_only():
     for make in MODELS.values():
         model = make(dropout=0.5).double()
