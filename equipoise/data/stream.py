@@ -93,9 +93,12 @@ class TokenStream:
             )
         if not self.segments_per_epoch:
             least = self.length + 1 if self.drop_short else 2
+            most = len(self.tokens) // least
+            shorter = " or lower length" if self.drop_short else ""
+            remedy = f"lower batch_size to at most {most}" if most else f"give a longer text{shorter}"
             raise ValueError(
                 f"TokenStream: {len(self.tokens):,} tokens in {self.batch_size} columns leave {self.width} a column, "
-                f"but at least {least} are needed; lower batch_size to at most {len(self.tokens) // least}."
+                f"but at least {least} are needed; {remedy}."
             )
 
     @property

@@ -51,6 +51,8 @@ class LanguageModelConfig:
     def __post_init__(self) -> None:
         for name in ("batch_size", "length", "eval_batch_size"):
             require_count("task", name, getattr(self, name))
+        if self.eval_length is not None:
+            require_count("task", "eval_length", self.eval_length)
         for name in ("activation", "smoothness"):
             require_number("task", name, getattr(self, name), low=0.0)
 
@@ -72,10 +74,12 @@ class LanguageModelTask(Task):
 
     def data(self) -> Splits:
         c = self.config
-        share = functools.partial(TokenStream, rank=self.rank, world_size=self.world_size)
-        train = share(self.corpus.train, c.batch_size, c.length, rotate=c.rotate, seed=self.seed, drop_short=True)
+        train = self._stream(
+            "train", batch_size=c.batch_size, length=c.length, rotate=c.rotate, seed=self.seed, drop_short=True
+        )
+        length = c.length if c.eval_length is None else c.eval_length
         streams = {
-            split: share(self.corpus.split(split), c.eval_batch_size, c.eval_length or c.length, uneven=True)
+            split: self._stream(split, batch_size=c.eval_batch_size, length=length, uneven=True)
             for split in ("valid", "test")
             if len(getattr(self.corpus, split))
         }
@@ -86,6 +90,15 @@ class LanguageModelTask(Task):
             held_out={split: functools.partial(s.segments, epochs=1) for split, s in streams.items()},
             info={**self.corpus.info, **scored},
         )
+
+    def _stream(self, split: str, **options: Any) -> TokenStream:
+        tokens = self.corpus.train if split == "train" else self.corpus.split(split)
+        try:
+            return TokenStream(tokens, rank=self.rank, world_size=self.world_size, **options)
+        except ValueError as error:
+            # A stream does not know which text it is, nor that its batch_size may be the task's eval_batch_size.
+            columns = "batch_size" if split == "train" else "eval_batch_size"
+            raise ValueError(f"the {split} text in task.{columns} columns: {error}") from error
 
     def model_defaults(self) -> dict[str, Any]:
         return {"vocab_size": len(self.corpus.vocabulary)}

@@ -117,6 +117,8 @@ def test_segments_move_and_small_integers_become_indices():
         ({"rank": 2, "world_size": 2}, "rank 2 does not exist among 2"),
         ({"batch_size": 5, "world_size": 2}, "not a multiple of world_size=2; take 4"),
         ({"batch_size": 60}, "leave 1 a column, but at least 2 are needed; lower batch_size to at most 51"),
+        ({"tokens": N[:5], "drop_short": True}, "at least 11 are needed; give a longer text or lower length"),
+        ({"tokens": N[:1], "batch_size": 1}, "at least 2 are needed; give a longer text\\."),
         ({"tokens": N[None]}, "tokens must be a vector of integers"),
         ({"tokens": N.float()}, "tokens must be a vector of integers"),
     ],

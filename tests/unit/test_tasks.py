@@ -326,6 +326,19 @@ def test_perplexity_is_that_of_the_scored_stream(tmp_path, split):
     assert values["bits_per_token"] == pytest.approx(reference.bits, rel=1e-5)
 
 
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_a_text_too_short_for_evaluation_is_named_with_its_setting(tmp_path, split):
+    given = text_recipe(tmp_path)
+    (tmp_path / f"{split}.txt").write_text("a\nb\n")
+    with pytest.raises(ValueError, match=f"the {split} text in task.eval_batch_size columns: .*to at most 2"):
+        given.make_task().data()
+
+
+def test_segments_of_no_length_are_refused_in_evaluation_too(tmp_path):
+    with pytest.raises(ConfigError, match="eval_length must be an integer of at least 1, got 0"):
+        text_recipe(tmp_path, "task.eval_length=0")
+
+
 def test_activation_penalties_add_to_the_loss_but_not_to_the_nats(tmp_path):
     given = text_recipe(tmp_path, "task.activation=2.0", "task.smoothness=1.0")
     model = {"name": "deq_trellisnet_small", "embedding_size": 6, "hidden_size": 8, "dropout": 0.0}
