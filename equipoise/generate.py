@@ -40,7 +40,7 @@ class Sampling:
         if self.top_k is not None:
             require_count("Sampling", "top_k", self.top_k)
         if self.top_p is not None:
-            require_number("Sampling", "top_p", self.top_p, low=0.0, high=1.0 + 1e-9, open_low=True)
+            require_number("Sampling", "top_p", self.top_p, low=0.0, high=1.0, open_low=True, closed_high=True)
 
     def draws(self, batch: int, position: int) -> Tensor:
         """Numbers in [0, 1), (batch,), for the token at a position: each depends on the seed, its row and the position.

@@ -148,7 +148,7 @@ def load_text(
     """
     if tokens not in VOCABULARIES:
         raise unknown_name("kind of tokens", tokens, VOCABULARIES)
-    require_number("load_text", "train_fraction", train_fraction, low=0, high=1 + 1e-9, open_low=True)
+    require_number("load_text", "train_fraction", train_fraction, low=0, high=1, open_low=True, closed_high=True)
     corpus = CORPORA.get(str(name))
     if str(name) == EMBEDDED:
         corpus, texts = Corpus(EMBEDDED, (), "", tokenised=False, strip=False), read_embedded()

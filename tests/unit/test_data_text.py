@@ -194,8 +194,9 @@ def test_unknown_names_say_what_is_known_and_where_a_folder_was_sought(tmp_path)
         load_text(tmp_path)
     with pytest.raises(ValueError, match="unknown kind of tokens 'char'; did you mean"):
         load_text("embedded", tokens="char")
-    with pytest.raises(ValueError, match="train_fraction must be a number"):
-        load_text("embedded", train_fraction=0)
+    for fraction in (0, 1.5):
+        with pytest.raises(ValueError, match=rf"train_fraction must be a number in \(0, 1\], got {fraction}"):
+            load_text("embedded", train_fraction=fraction)
     with pytest.raises(ValueError, match="min_count=2 has no meaning for tokens='byte'"):
         load_text("embedded", tokens="byte", min_count=2)
     with pytest.raises(ValueError, match="size=300 has no meaning"):

@@ -126,6 +126,12 @@ def test_what_is_kept_keeps_its_proportions():
     assert torch.allclose(drawn(Sampling(top_p=0.6)), kept, atol=0.03)
 
 
+def test_a_share_above_one_is_refused_and_one_is_not():
+    with pytest.raises(ValueError, match=r"top_p must be a number in \(0, 1\], got 1.5"):
+        Sampling(top_p=1.5)
+    assert Sampling(top_p=1.0).top_p == 1
+
+
 def test_top_p_counts_after_temperature_and_top_k():
     # Squared and normalised: 0.561, 0.316, 0.079, ...; of the two likeliest: 0.571, 0.429.
     assert chosen(Sampling(temperature=0.5, top_p=0.55)) == {1}
