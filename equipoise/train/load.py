@@ -153,7 +153,7 @@ def begin_with(model: nn.Module, settings: Mapping[str, Any], path: str | Path, 
             f"train.weights: the weights in {folder} are not those of this model ({len(unlike)} tensors differ, the "
             f"first {unlike[0]}: {here} here, {there} there); {_other_settings(settings, config['model'])}."
         )
-    _check_artifacts(folder, config, task)
+    check_artifacts(folder, config, task)
     checkpoint.put_into(model)
 
 
@@ -228,7 +228,7 @@ def open_run(
     model, splits = load(folder, place), task.data()
     if split not in splits.held_out:
         raise unknown_name("split", split, splits.held_out)
-    _check_artifacts(folder, config, task)
+    check_artifacts(folder, config, task)
     return TrainedRun(folder, config, task, splits, model, place)
 
 
@@ -244,7 +244,7 @@ def require_equilibrium(model: nn.Module, folder: Path, so: str) -> None:
         raise ValueError(f"{folder}: the model has no equilibrium, {so}; give the run of a DEQ.")
 
 
-def _check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> None:
+def check_artifacts(folder: Path, config: Mapping[str, Any], task: Task) -> None:
     """Raise if the data are not those the model was trained on: a token's number would mean another token."""
     given, known = task.model_defaults().get("vocab_size", 0), config["model"].get("vocab_size")
     if known is not None and given > known:

@@ -31,7 +31,7 @@ from equipoise.train.checkpoint import (
     read_best,
     recover_checkpoints,
 )
-from equipoise.train.load import CHECKPOINTS, begin_with
+from equipoise.train.load import CHECKPOINTS, begin_with, check_artifacts, find_checkpoint
 from equipoise.train.optim import Stepper, WeightAverage
 from equipoise.train.processes import Processes
 from equipoise.train.recipe import Recipe
@@ -151,7 +151,9 @@ class _Run:
         self.started = time.perf_counter() - self.state.seconds
         self.pace = Pace()
         self.far = 0  # log lines in a row that were far from an equilibrium
-        if self.processes.main:  # after all that can be refused, so that a refusal changes nothing
+        if self.processes.main:  # after all else that can be refused, so that a refusal changes nothing
+            if resume:  # before they are written anew, which would hide that they were others
+                check_artifacts(find_checkpoint(out, "latest"), self.config, task)
             _write_json(out / "config.json", self.config)
             for name, values in task.artifacts().items():
                 _write_json(out / name, values)

@@ -166,6 +166,19 @@ def test_a_refused_resumption_leaves_the_settings_of_the_run(finished, tmp_path)
     assert (out / "config.json").read_text() == before
 
 
+def test_a_run_does_not_go_on_with_another_vocabulary_of_the_same_size(tmp_path, interrupt):
+    given = text_recipe(tmp_path / "text")
+    interrupt(3)
+    train(given, tmp_path / "run")
+    interrupt.never()
+    vocabulary = (tmp_path / "run" / "vocabulary.json").read_text()
+    text = tmp_path / "text" / "train.txt"
+    text.write_text(text.read_text().translate(str.maketrans("abcdefghijk", "bcdefghijka")))
+    with pytest.raises(ValueError, match=r"another vocabulary\.json than .*give the data of its training"):
+        train(given, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "vocabulary.json").read_text() == vocabulary
+
+
 def test_weights_alone_are_nothing_to_resume_from(finished, tmp_path):
     out = shutil.copytree(finished[0], tmp_path / "run")
     (latest_checkpoint(out / "checkpoints") / "trainer.pt").unlink()
