@@ -139,16 +139,18 @@ def to_tensor(picture: Any, mode: str = "RGB") -> Tensor:
 
 
 @contextmanager
-def opened(data: Picture) -> Iterator[Any]:
-    """A picture of Pillow, from a file or from its bytes."""
+def opened(data: Picture, labels: bool = False) -> Iterator[Any]:
+    """A picture of Pillow, from a file or from its bytes; only of labels may numbers have more than 8 bits."""
     source, name = (data, str(data)) if isinstance(data, Path) else (io.BytesIO(data), "a picture inside an archive")
     with readable(name), pillow().open(source) as picture:
+        if not labels and picture.mode[0] in "IF":  # conversion would cut off what is bright
+            raise DamagedDataError(f"{name} has more than 8 bits a channel ({picture.mode}); save it with 8.")
         yield picture
 
 
 def decode(data: Picture, mode: str = "RGB") -> Tensor:
     """A picture as (C, H, W) uint8, or (H, W) labels for the mode "L"."""
-    with opened(data) as picture:
+    with opened(data, labels=mode == "L") as picture:
         # A palette's colours are for the eye: labels are the numbers behind them.
         return to_tensor(picture, "P" if mode == "L" and picture.mode == "P" else mode)
 

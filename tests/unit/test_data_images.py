@@ -424,6 +424,14 @@ def test_a_damaged_picture_is_named(tmp_path):
         load_images("imagenet", tmp_path)
 
 
+def test_a_picture_of_more_than_8_bits_is_refused_rather_than_turned_white(tmp_path):
+    write_folders(tmp_path)
+    deep = numpy.linspace(0, 65535, 64, dtype=numpy.uint16).reshape(8, 8)
+    Image.fromarray(deep).save(tmp_path / "train" / "ant" / "deep.png")
+    with pytest.raises(DamagedDataError, match=r"deep\.png has more than 8 bits a channel \(I;16\); save it with 8"):
+        load_images("imagenet", tmp_path, size=8)
+
+
 def test_decoding_ahead_gives_what_decoding_now_gives(tmp_path):
     seen = []
 
