@@ -150,9 +150,16 @@ def opened(data: Picture, labels: bool = False) -> Iterator[Any]:
 
 def decode(data: Picture, mode: str = "RGB") -> Tensor:
     """A picture as (C, H, W) uint8, or (H, W) labels for the mode "L"."""
-    with opened(data, labels=mode == "L") as picture:
+    labels = mode == "L"
+    with opened(data, labels) as picture:
         # A palette's colours are for the eye: labels are the numbers behind them.
-        return to_tensor(picture, "P" if mode == "L" and picture.mode == "P" else mode)
+        if labels and picture.mode == "P":
+            return to_tensor(picture, "P")
+        if labels and len(picture.getbands()) > 2:
+            colours = to_tensor(picture)
+            if (colours != colours[0]).any():
+                raise ValueError("it has colours where the number of a class is needed in every pixel")
+        return to_tensor(picture, mode)
 
 
 def decode_square(path: Path, size: int) -> Tensor:

@@ -104,9 +104,12 @@ def _camvid_folders(source: Source, verify: bool) -> dict[str, list[tuple[Pictur
 def _scene(image: Picture, mask: Picture, downsample: int) -> tuple[Tensor, Tensor]:
     """An image (3, H, W) and its mask (H, W)."""
     labels = decode(mask, "L")
-    if downsample == 1:
-        return decode(image), labels
     with opened(image) as picture:
+        if labels.shape != (picture.height, picture.width):
+            here, there = (picture.height, picture.width), tuple(labels.shape)
+            raise ValueError(f"its height and width are {here}, those of its mask {there}")
+        if downsample == 1:
+            return to_tensor(picture), labels
         height, width = picture.size[1] // downsample, picture.size[0] // downsample
         small = to_tensor(picture.convert("RGB").resize((width, height), pillow().Resampling.BILINEAR))
     middle = downsample // 2  # of each block of pixels

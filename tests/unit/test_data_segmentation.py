@@ -100,6 +100,28 @@ def test_faults_of_camvid_are_named(tmp_path):
         load_images("camvid", tmp_path, verify=False)
 
 
+@pytest.mark.parametrize("downsample", [1, 2])
+def test_a_mask_of_another_size_is_refused(downsample, tmp_path):
+    write_camvid(tmp_path / "CamVid", "folders")
+    for place in (tmp_path / "CamVid" / "trainannot").iterdir():
+        place.write_bytes(encoded(scene(6, 8)[1]))
+    with pytest.raises(DamagedDataError, match=r"0\.png .*height and width are \(12, 16\), those of its mask \(6, 8\)"):
+        load_images("camvid", tmp_path, downsample=downsample)
+
+
+def test_masks_in_colours_are_refused_but_grey_ones_are_labels(tmp_path):
+    """Brightness of a colour would pass for the number of a class."""
+    scenes = write_camvid(tmp_path / "CamVid", "folders")
+    mask = scenes["train"][0][1]
+    place = tmp_path / "CamVid" / "trainannot" / "0.png"
+    place.write_bytes(encoded(numpy.repeat(mask[:, :, None], 3, axis=2)))
+    labels = load_images("camvid", tmp_path).splits["train"].targets[0]
+    assert torch.equal(labels, torch.from_numpy(numpy.where(mask == 11, IGNORE, mask)))
+    place.write_bytes(encoded(numpy.stack([mask, 0 * mask, mask], axis=2)))
+    with pytest.raises(DamagedDataError, match=r"trainannot.0\.png .*colours where the number of a class"):
+        load_images("camvid", tmp_path)
+
+
 # Cityscapes
 
 
