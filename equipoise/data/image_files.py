@@ -2,7 +2,6 @@
 
 import io
 import os
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,9 +40,9 @@ def readable(what: object) -> Iterator[None]:
     """Say which file it was when reading fails."""
     try:
         yield
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, IndexError) as error:
-        if isinstance(error, DamagedDataError | MissingDataError):
-            raise
+    except (DamagedDataError, MissingDataError, ImportError):
+        raise
+    except Exception as error:  # zlib, pickle, struct and Pillow have their own, with no base in common
         raise DamagedDataError(
             f"{what} cannot be read ({type(error).__name__}: {error}); if it is cut off or damaged, fetch it again."
         ) from error

@@ -6,6 +6,7 @@ import lzma
 import pickle
 import struct
 import zipfile
+import zlib
 
 import numpy
 import pytest
@@ -211,6 +212,19 @@ def test_mnist_is_read_from_every_layout(layout, tmp_path):
     assert torch.equal(found.splits["train"].images[:, 0], torch.from_numpy(x))
     assert torch.equal(found.splits["test"].targets, torch.arange(2))
     assert found.channels == 1
+
+
+@pytest.mark.parametrize("kept", [6, 100])
+def test_an_idx_file_that_is_cut_off_is_named(kept, tmp_path):
+    for part, shape in {"train": (4, 28, 28), "t10k": (2, 28, 28)}.items():
+        for kind, sizes in (("images-idx3", shape), ("labels-idx1", shape[:1])):
+            head = bytes([0, 0, 8, len(sizes)]) + struct.pack(f">{len(sizes)}I", *sizes)
+            (tmp_path / f"{part}-{kind}-ubyte").write_bytes(head + bytes(torch.Size(sizes).numel()))
+    assert len(load_images("mnist", tmp_path, verify=False).splits["test"]) == 2
+    place = tmp_path / "t10k-images-idx3-ubyte"
+    place.write_bytes(place.read_bytes()[:kept])
+    with pytest.raises(DamagedDataError, match="t10k-images-idx3-ubyte cannot be read"):
+        load_images("mnist", tmp_path, verify=False)
 
 
 def test_an_idx_file_of_another_kind_is_named(tmp_path):
@@ -421,6 +435,22 @@ def test_a_damaged_picture_is_named(tmp_path):
     write_folders(tmp_path)
     (tmp_path / "train" / "ant" / "1.png").write_bytes(b"not a picture")
     with pytest.raises(DamagedDataError, match=r"1\.png cannot be read"):
+        load_images("imagenet", tmp_path)
+
+
+def test_a_picture_with_a_broken_part_and_one_that_claims_to_be_huge_are_named(tmp_path):
+    """Pillow says so by errors that are not those of files."""
+    write_folders(tmp_path)
+    place = tmp_path / "train" / "ant" / "1.png"
+    head, body = encoded(RANDOM.integers(0, 256, (12, 12, 3), dtype=numpy.uint8)).split(b"IDAT", 1)
+    part = b"IDAT" + body[:40]  # of the pixels, and then a chunk whose name is none
+    place.write_bytes(head[:-4] + struct.pack(">I", 40) + part + struct.pack(">2I", zlib.crc32(part), 4) + bytes(16))
+    with pytest.raises(DamagedDataError, match=r"1\.png cannot be read \(SyntaxError"):
+        load_images("imagenet", tmp_path)
+    bitmap = bytearray(encoded(pictures(1, 12)[0], "BMP"))
+    bitmap[18:26] = struct.pack("<2i", 2**17, 2**17)
+    place.write_bytes(bitmap)
+    with pytest.raises(DamagedDataError, match=r"1\.png cannot be read \(DecompressionBombError"):
         load_images("imagenet", tmp_path)
 
 
