@@ -38,7 +38,8 @@ def frozen(model: Module) -> Module:
     for module in list(twin.modules()):
         remove_norm(module)
     for module in list(twin.modules()):
-        if isinstance(module, nn.Sequential):
+        # One with a forward of its own may use what is between its parts.
+        if isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward:
             _fold(module, places)
     parameter = next(twin.parameters(), None)
     dtype = None if parameter is None else autocast_dtype(parameter.device.type)

@@ -126,6 +126,18 @@ def test_what_is_shared_or_derived_is_left_alone():
             assert relative_error(twin(x).float(), net(x).float()) <= 0.05
 
 
+def test_a_sequence_with_a_forward_of_its_own_is_left_alone():
+    class Skipped(nn.Sequential):
+        def forward(self, x):
+            y = self[0](x)
+            return y + self[1](y)
+
+    torch.manual_seed(0)
+    net, x = lived_in(Skipped(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))), torch.randn(2, 4, 3, 3)
+    with torch.no_grad():
+        assert relative_error(frozen(net)(x), net(x)) <= 1e-6
+
+
 @pytest.mark.parametrize("make", [weight_norm, lambda layer: spectral_norm(layer, bound=0.5)])
 @pytest.mark.parametrize("layer", [nn.Linear(6, 4), nn.Conv1d(6, 4, 3), nn.Conv2d(6, 4, 3)], ids=lambda m: str(type(m)))
 def test_a_norm_that_is_removed_leaves_its_weight(make, layer):
