@@ -229,7 +229,8 @@ class ScaleCrop(Augment):
         if targets.dim() != 3:
             raise ValueError("ScaleCrop is for segmentation: it needs masks; classification has CropFlip.")
         size = self.size or (images.shape[-2], images.shape[-1])
-        count = 1 + round((self.scales[1] - self.scales[0]) / self.step)
+        # None above the greatest, which 1.5 / 0.1 may miss by rounding.
+        count = 1 + math.floor((self.scales[1] - self.scales[0]) / self.step + 1e-6)
         scale = self.scales[0] + self.step * _integers(draws[:, 0], count)
         flip = (draws[:, 3] < 0.5) & self.flip
         mirror = (None, flip)

@@ -225,6 +225,22 @@ def test_masks_follow_their_images_at_every_scale():
         assert (seen - (64 * scale).clamp(max=size)).abs().max() <= 1
 
 
+@pytest.mark.parametrize(
+    ("scales", "factors"),
+    [((0.75, 1.3), 6), ((0.5, 0.57), 1), ((0.5, 2.1), 17), ((0.5, 2.0), 16), ((0.7, 2.0), 14), ((1.0, 1.3), 4)],
+)
+def test_no_factor_is_above_the_greatest(scales, factors):
+    """Seen from how far a bright half of the image reaches, at the last of evenly drawn factors."""
+    draws = torch.zeros(400, 9)
+    draws[:, 0], draws[:, 3] = torch.linspace(0, 1 - 1e-6, 400), 0.9
+    image = torch.zeros(400, 1, 1, 1000, dtype=torch.uint8)
+    image[..., :500] = 200
+    found, _ = ScaleCrop((1, 2200), scales)(image, image[:, 0], draws)
+    reached = (found[:, 0, 0] > 100).sum(1) / 500
+    assert reached.max() <= scales[1] + 0.01
+    assert len(reached.unique()) == factors
+
+
 def test_what_lies_outside_is_ignored_with_the_label_asked_for():
     masks = torch.ones(3, 4, 4, dtype=torch.uint8)
     _, moved = ScaleCrop((8, 8), (1.0, 1.0), ignore=7)(masks[:, None], masks, torch.rand(3, 4))
