@@ -202,13 +202,17 @@ def arrays(data: bytes, what: object) -> dict[str, Any]:
 
 
 def class_folders(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
-    """Names of the classes in a folder of class folders, sorted, and each picture with the number of its class."""
-    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+    """Names of the classes in a folder of class folders, sorted, and each picture with the number of its class.
+
+    What is hidden, as programs leave it behind (.ipynb_checkpoints, ._0.jpg), is neither a class nor a picture.
+    """
+    folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+    names = [folder.name for folder in folders if not folder.name.startswith(".")]
     found = [
         (path, number)
         for number, name in enumerate(names)
         for path in sorted((root / name).rglob("*"))
-        if path.suffix.lower() in PICTURES
+        if path.suffix.lower() in PICTURES and not any(part.startswith(".") for part in path.relative_to(root).parts)
     ]
     if not found:
         raise MissingDataError(f"{root} has no class folders with pictures in them (CLASS/*.jpg).")

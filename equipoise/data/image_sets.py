@@ -16,6 +16,7 @@ from torch import Tensor
 from equipoise._errors import require_count
 from equipoise.data.files import DamagedDataError, Source, TextFile, find_text
 from equipoise.data.image_files import (
+    PICTURES,
     DataDir,
     Place,
     arrays,
@@ -272,6 +273,12 @@ def imagenet(data_dir: DataDir = None, size: int = 256) -> ImageData:
     require_count("imagenet", "size", size)
     root = IMAGENET.folder(data_dir)
     names, train = class_folders(root / "train")
+    empty = sorted(set(range(len(names))) - {number for _, number in train})
+    if empty:
+        raise DamagedDataError(
+            f"{root / 'train' / names[empty[0]]} has no pictures ({', '.join(PICTURES)}), so its class cannot be "
+            "learned; put some there, or take the folder away."
+        )
     splits = {"train": hold(_decoded(train, size))}
     for split, folders in (("valid", ("val", "valid")), ("test", ("test",))):
         place = next((root / folder for folder in folders if (root / folder).is_dir()), None)

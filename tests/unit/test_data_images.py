@@ -431,6 +431,28 @@ def test_classes_of_splits_must_agree(tmp_path):
         load_images("imagenet", tmp_path)
 
 
+def test_a_class_without_training_pictures_is_refused(tmp_path):
+    write_folders(tmp_path)
+    for split in ("train", "val"):
+        (tmp_path / split / "wasp").mkdir()
+    (tmp_path / "train" / "wasp" / "notes.txt").write_text("none yet")
+    with pytest.raises(DamagedDataError, match=r"train.wasp has no pictures \(\.jpg, .*put some there"):
+        load_images("imagenet", tmp_path)
+    (tmp_path / "train" / "wasp" / "0.png").write_bytes(encoded(pictures(1, 4)[0]))
+    assert load_images("imagenet", tmp_path).classes == ("ant", "bee", "wasp")
+
+
+def test_what_is_hidden_is_neither_a_class_nor_a_picture(tmp_path):
+    write_folders(tmp_path)
+    (tmp_path / "train" / "ant" / "._0.png").write_bytes(b"of a file system")
+    for place in (tmp_path / "train", tmp_path / "train" / "bee"):
+        (place / ".ipynb_checkpoints").mkdir()
+        (place / ".ipynb_checkpoints" / "0.png").write_bytes(encoded(pictures(1, 4)[0]))
+    found = load_images("imagenet", tmp_path)
+    assert found.classes == ("ant", "bee")
+    assert len(found.splits["train"]) == 6
+
+
 def test_a_damaged_picture_is_named(tmp_path):
     write_folders(tmp_path)
     (tmp_path / "train" / "ant" / "1.png").write_bytes(b"not a picture")
