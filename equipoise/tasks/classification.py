@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -10,7 +11,7 @@ from equipoise._errors import require_count, require_number
 from equipoise.data.augment import Augment, CentreCrop, CropFlip, ResizedCrop
 from equipoise.data.images import ImageBatch
 from equipoise.tasks._vision import VisionConfig, VisionTask
-from equipoise.tasks.base import mean_metrics, register_task
+from equipoise.tasks.base import Splits, mean_metrics, register_task
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
@@ -84,6 +85,14 @@ class ClassificationTask(VisionTask):
             assert c.size is not None
             return ResizedCrop(c.size, area=(c.least_area, 1.0))
         return None if c.size is None else CentreCrop(c.size)
+
+    def data(self) -> Splits:
+        middle = self.augment(False)
+        if middle is not None:  # what is too large for images is refused now, not at the first evaluation
+            for part in self.images.splits.values():
+                images, targets, *_ = part.fetch(torch.tensor([0]), "cpu")
+                middle(images, targets, torch.empty(1, middle.draws))
+        return super().data()
 
     def metrics(self) -> "MetricCollection":
         return mean_metrics("loss", "accuracy", *(["top5"] if len(self.images.classes) > 5 else []))

@@ -303,6 +303,13 @@ class Local(torch.nn.Module):
         return VisionOutput(torch.cat([images[:, :1], 2 * place, -images[:, :1], images[:, :1] ** 2], 1))
 
 
+def test_a_crop_that_evaluation_cannot_make_is_refused_before_training():
+    """Training enlarges what it cuts, so it would go on up to the first evaluation."""
+    with pytest.raises(ValueError, match="images of 8 × 8 have no crop of 12; lower the size"):
+        classification(augment="resized_crop", size=12, batch_size=4).data()
+    classification(augment="resized_crop", size=8, batch_size=4).data()
+
+
 def test_views_of_an_image_are_averaged_as_probabilities():
     images = torch.rand(2, 3, 6, 8)
     given = ImageBatch(images, torch.zeros(2, 6, 8, dtype=torch.long), torch.arange(2), 0, 1, Rows(0, 2, 2))
