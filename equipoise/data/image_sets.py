@@ -28,7 +28,7 @@ from equipoise.data.image_files import (
     readable,
     tiles,
 )
-from equipoise.data.images import Decoded, ImageData, Stored, hold, register_images
+from equipoise.data.images import Decoded, ImageData, Stored, hold, register_images, stacked
 
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 MNIST_MEAN, MNIST_STD = (0.1307,), (0.3081,)
@@ -248,7 +248,7 @@ def _tiny_folders(source: Source, verify: bool) -> tuple[list[str], Stored, Stor
 
 def _all(found: list[tuple[Path, int]]) -> Stored:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        images = torch.stack(list(pool.map(lambda item: decode(item[0]), found)))
+        images = stacked(list(pool.map(lambda item: decode(item[0]), found)))
     return Stored(images, torch.tensor([number for _, number in found]))
 
 

@@ -123,7 +123,7 @@ class Decoded:
         """As of `Stored`."""
         key = tuple(indices.tolist())
         found = [future.result() for future in self._ahead.pop(key, None) or self._submit(key)]
-        return tuple(_send(torch.stack(parts), torch.device(device)) for parts in zip(*found, strict=True))
+        return tuple(_send(stacked(parts), torch.device(device)) for parts in zip(*found, strict=True))
 
     def _submit(self, key: tuple[int, ...]) -> list[Future[tuple[Tensor, ...]]]:
         if self._pool is None:
@@ -133,6 +133,15 @@ class Decoded:
     def stored(self) -> Stored:
         """All samples, decoded now."""
         return Stored(*self.fetch(torch.arange(self.count), "cpu"), whole=self.whole)
+
+
+def stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Images, or their targets, as one tensor."""
+    shapes = sorted({tuple(part.shape) for part in parts})
+    if len(shapes) > 1:
+        one, other = shapes[0], shapes[-1]
+        raise DamagedDataError(f"images of a set, and its masks, must have one size; found shapes {one} and {other}.")
+    return torch.stack(list(parts))
 
 
 def _send(tensor: Tensor, device: torch.device) -> Tensor:

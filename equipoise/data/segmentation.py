@@ -13,7 +13,7 @@ from equipoise._errors import require_count
 from equipoise.data.files import DamagedDataError, Source, TextFile
 from equipoise.data.image_files import DataDir, Picture, Place, decode, opened, pillow, read_known, readable, to_tensor
 from equipoise.data.image_sets import IMAGENET_MEAN, IMAGENET_STD
-from equipoise.data.images import IGNORE, Decoded, ImageData, Stored, hold, register_images
+from equipoise.data.images import IGNORE, Decoded, ImageData, Stored, hold, register_images, stacked
 
 CAMVID_CLASSES = (
     *("sky", "building", "pole", "road", "pavement", "tree"),
@@ -61,9 +61,9 @@ def camvid(data_dir: DataDir = None, downsample: int = 1, verify: bool = True) -
     for split, found in pairs.items():
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             decoded = list(pool.map(lambda pair: _scene(pair[0], pair[1], downsample), found))
-        masks = torch.stack([mask for _, mask in decoded])
+        masks = stacked([mask for _, mask in decoded])
         masks[masks >= len(CAMVID_CLASSES)] = IGNORE
-        splits[split] = Stored(torch.stack([image for image, _ in decoded]), masks)
+        splits[split] = Stored(stacked([image for image, _ in decoded]), masks)
     median = sorted(_CAMVID_SHARES)[len(_CAMVID_SHARES) // 2]
     weights = tuple((median / share) ** 0.5 for share in _CAMVID_SHARES)
     info = {"source": str(source), "layout": ("packed", "folders")[layout], "downsample": downsample}

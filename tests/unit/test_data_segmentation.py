@@ -109,6 +109,21 @@ def test_a_mask_of_another_size_is_refused(downsample, tmp_path):
         load_images("camvid", tmp_path, downsample=downsample)
 
 
+def test_scenes_of_several_sizes_are_refused(tmp_path):
+    write_camvid(tmp_path / "CamVid", "folders")
+    image, mask = scene(6, 8)
+    (tmp_path / "CamVid" / "train" / "0.png").write_bytes(encoded(image))
+    (tmp_path / "CamVid" / "trainannot" / "0.png").write_bytes(encoded(mask))
+    with pytest.raises(DamagedDataError, match=r"must have one size; found shapes \(6, 8\) and \(12, 16\)"):
+        load_images("camvid", tmp_path)
+    write_cityscapes(tmp_path)
+    for folder, pixels in (("leftImg8bit", image), ("gtFine", mask)):
+        place = next((tmp_path / folder / "val" / "ulm").iterdir())
+        place.write_bytes(encoded(pixels))
+    with pytest.raises(DamagedDataError, match=r"must have one size; found shapes \(3, 6, 8\) and \(3, 8, 16\)"):
+        load_images("cityscapes", tmp_path)
+
+
 def test_masks_in_colours_are_refused_but_grey_ones_are_labels(tmp_path):
     """Brightness of a colour would pass for the number of a class."""
     scenes = write_camvid(tmp_path / "CamVid", "folders")
