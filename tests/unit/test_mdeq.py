@@ -561,6 +561,19 @@ def test_bfloat16_cells_keep_a_float32_state():
     assert all(p.grad.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_does_the_same_without_autocast(dtype):
+    model = settled(MDEQ(dataclasses.replace(SMALL, plan=Plan(Anderson(), Implicit(), Stop(rtol=0.0, max_steps=4)))))
+    twin = copy.deepcopy(model.eval()).to(dtype)
+    images = torch.randn(2, 3, 8, 8, dtype=next(model.parameters()).dtype)
+    for narrow, wide in ((twin, model), (twin.explicit(3), model.explicit(3))):
+        found = narrow(images.to(dtype)).logits
+        assert found.dtype == dtype
+        assert relative_error(found.to(images.dtype), wide(images).logits) <= 0.05
+        found.sum().backward()
+        assert all(parameter.grad.isfinite().all() for parameter in twin.parameters())
+
+
 def test_channels_last_gives_the_same():
     model = model_of(plan=Plan(Anderson(), stop=Stop(rtol=0, max_steps=6))).eval()
     images = images_of()

@@ -61,6 +61,9 @@ def _wide(x: Tensor) -> Tensor:
 
 def _normed(x: Tensor, groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Scale and offset are (C,), or (N, C) where each sample has its own, as in the VJP of the kernels."""
-    if weight is None or bias is None or weight.dim() == 1:
+    if weight is None or bias is None:
+        return F.group_norm(x, groups, eps=eps)
+    weight, bias = weight.to(x.dtype), bias.to(x.dtype)  # those of a model in half precision are narrower
+    if weight.dim() == 1:
         return F.group_norm(x, groups, weight, bias, eps)
     return F.group_norm(x, groups, eps=eps) * weight[:, :, None, None] + bias[:, :, None, None]
