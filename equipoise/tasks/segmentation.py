@@ -120,8 +120,9 @@ class SegmentationTask(VisionTask):
 
     def evaluation_step(self, model: nn.Module, batch: ImageBatch, carry: Any, metrics: "MetricCollection") -> Any:
         logits = self.views(model, batch)
-        ones = torch.ones(logits.shape[1], device=logits.device)
-        metrics["loss"].update(mean_of_rows(_pixel_losses(logits, batch.targets), _weights_of(batch.targets, ones)))
+        labelled = (batch.targets != IGNORE).to(logits.dtype)
+        losses = mean_of_rows(_pixel_losses(logits, batch.targets), labelled)
+        metrics["loss"].update(losses, labelled.flatten(1).amax(1))  # an image without labels has no loss to count
         metrics["pixels"].update(logits.argmax(1), batch.targets)
         return None
 

@@ -213,6 +213,19 @@ def test_an_image_without_labels_costs_nothing_and_breaks_nothing():
     assert model.logits.grad[1].abs().sum() > 0
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_image_without_labels_does_not_lower_the_loss_of_evaluation(size):
+    logits, targets = masks(3)
+    targets[0] = IGNORE
+    parts = list(zip(logits.split(size), targets.split(size), strict=True))
+    task = segmentation()
+    metrics = task.metrics()
+    for scored, truth in parts:
+        task.evaluation_step(Fixed(scored), batch(truth), None, metrics)
+    rows = [cross_entropy(logits[k : k + 1], targets[k : k + 1], ignore_index=IGNORE).item() for k in (1, 2)]
+    assert metrics.compute()["loss"].item() == pytest.approx(sum(rows) / 2, rel=1e-5)
+
+
 def test_hard_pixels_are_those_of_low_probability_and_at_least_so_many():
     logits, targets = masks(3)
     losses = cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
