@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from equipoise.plots import style
 from equipoise.plots.logs import LogError, Run
 from equipoise.plots.registry import Chart, register_figure
-from equipoise.train.pareto import FILE, TOLERANCE
+from equipoise.train.pareto import FILE
+from equipoise.train.pareto_curves import TOLERANCE
 
 Curves = dict[str, list[list[tuple[float, float]]]]
 """Points (ms, metric) by solver and seed."""

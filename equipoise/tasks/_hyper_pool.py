@@ -38,7 +38,7 @@ class Pool:
         forward: Forward | None = None,
         seconds: float | None = None,
     ) -> None:
-        self.found_by = _found_by(settings)
+        self.found_by = found_by(settings)
         self._weights = _versions(model)
         started, carry, shares = time.perf_counter(), None, []
         scope = constant_scope()
@@ -64,7 +64,7 @@ class Pool:
 
     def serves(self, settings: FitSettings) -> bool:
         """Whether a fit with these settings would look for the same equilibria."""
-        return self.found_by == _found_by(settings)
+        return self.found_by == found_by(settings)
 
     def is_of(self, model: nn.Module) -> bool:
         """Whether these are equilibria of this model with the weights it has now."""
@@ -80,7 +80,8 @@ def _versions(model: nn.Module) -> list[tuple[int, int, int]]:
     return list(found.values())
 
 
-def _found_by(settings: FitSettings) -> tuple[Any, ...]:
+def found_by(settings: FitSettings) -> tuple[Any, ...]:
+    """What equilibria depend on."""
     return settings.solver, settings.stop, settings.accept, settings.pool, settings.training
 
 

@@ -4,11 +4,13 @@ What takes long is kept in the run, RUN/hyper/NAME/seed-K, so that the same comm
 """
 
 import dataclasses
+import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +22,32 @@ from equipoise._fixed_point import solve
 from equipoise._module import override
 from equipoise._stop import Stop
 from equipoise.adjoints import Implicit
-from equipoise.solvers import Solver, as_solver, fingerprint
+from equipoise.nn.frozen import frozen
+from equipoise.solvers import Anderson, Solver, as_solver, fingerprint
 from equipoise.solvers._hyper_file import FILE as SOLVER
 from equipoise.solvers._hyper_file import load_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import LOG, POOL_SHARE, FitSettings, HyperRecipe, Pool, fit_opened, forward_of, pool_of
+from equipoise.tasks._hyper_pool import found_by
+from equipoise.tasks.hyper import (
+    LOG,
+    POOL_SHARE,
+    FitSettings,
+    HyperRecipe,
+    NoEquilibriaError,
+    NotFittedError,
+    Pool,
+    fit_opened,
+    forward_of,
+    pool_of,
+)
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.config import ConfigError, from_data, to_data
 from equipoise.train.hyper_summary import concluded, markdown
 from equipoise.train.load import TrainedRun, home_of, open_run, require_equilibrium
 from equipoise.train.loop import LOG as METRICS
 from equipoise.train.pareto import FILE as PARETO
-from equipoise.train.pareto import LEARNED, curves, loaded_beside, pareto_opened
+from equipoise.train.pareto import LEARNED, loaded_beside, pareto_opened
+from equipoise.train.pareto_curves import curves
 from equipoise.train.scoring import Scoring, engine_of
 from equipoise.train.tracking import environment, plain, read_metrics, write_json
 
@@ -45,6 +61,8 @@ LEAST_SECONDS = 1.0  # that a fit gets, however little time is left
 FIGURES = {"pareto", "beyond", "ablations"}
 REDRAWN = 8.0  # seconds between figures of a report that is not complete yet
 ANY = 1e30  # residual up to which held-out systems count: none is left out
+HELD_OUT = Stop(rtol=1e-3, max_steps=30)  # to what they are solved, for what a batch leaves to the next
+HASHED = 3  # batches by which data are told apart
 
 Say = Callable[[str], None]
 Points = Sequence[Mapping[str, Any]]
@@ -120,13 +138,15 @@ def study_run(
     # Wrong ones are refused before any work.
     require_equilibrium(opened.model, opened.folder, "so there is no solver to fit")
     others = loaded_beside(opened, beside, data_dir)
+    _require_free("recipe", recipes, CLASSIC)
+    _require_free("run beside this one", others, (*CLASSIC, LEARNED))
     check_writable(out)
     _require_own(Path(out), run)
     if opened.device.type != "cuda":
         say("there is no GPU: times per batch will be those of this processor")
     far = FAR * next(iter(recipes.values())).fit.unroll
-    study = _Study(opened, Path(run) / "hyper", measuring, far, tuple(changes), say)
-    fits = study.fits(recipes, seeds, seconds)
+    study = _Study(opened, Path(run) / "hyper", recipes, measuring, far, tuple(changes), say)
+    fits = study.fits(seeds, seconds)
     if not fits:
         raise ValueError(f"none of the recipes suits this model: {'; '.join(study.skipped.values())}")
     first = next(iter(fits))
@@ -134,6 +154,13 @@ def study_run(
     report = _Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
     _measure(study, report, others, recipes[first].fit)
     return report.write(complete=True)
+
+
+def _require_free(what: str, names: Iterable[str], taken: Sequence[str]) -> None:
+    """Raise if something is called as a solver is that it is compared with, whose numbers it would replace."""
+    for name in names:
+        if name in taken:
+            raise ValueError(f"a {what} cannot be called {name!r}, as a solver is that is measured, too; rename it.")
 
 
 def _require_own(out: Path, run: str | Path) -> None:
@@ -195,26 +222,37 @@ class _Study:
     """Fits and measurements of one run."""
 
     def __init__(
-        self, opened: TrainedRun, folder: Path, measuring: Measuring, far: int, changes: tuple[str, ...], say: Say
+        self,
+        opened: TrainedRun,
+        folder: Path,
+        recipes: Mapping[str, HyperRecipe],
+        measuring: Measuring,
+        far: int,
+        changes: tuple[str, ...],
+        say: Say,
     ) -> None:
         self.opened, self.folder, self.measuring, self.far, self.say = opened, folder, measuring, far, say
-        self.changes, self.model_hash = changes, fingerprint(opened.model)
+        self.recipes, self.changes, self.model_hash = recipes, changes, fingerprint(opened.model)
+        self.train_hash = _digest(opened.splits.train(step) for step in range(HASHED))
+        self.held_out_hash = _digest(islice(opened.splits.held_out[measuring.split](), HASHED))
         self.score = Scoring(opened, measuring.split, measuring.most)
+        with opened.autocast():
+            self.model = frozen(opened.model)  # as it is timed, so that all metrics are of one
         self.skipped: dict[str, str] = {}
         self._pools: list[Pool] = []
         self._held: Pool | None = None
 
     # Fits
 
-    def fits(self, recipes: Mapping[str, HyperRecipe], seeds: int, seconds: float | None) -> dict[str, list[_Fitted]]:
+    def fits(self, seeds: int, seconds: float | None) -> dict[str, list[_Fitted]]:
         """All solvers; those that the run has are loaded."""
-        wanted = [(name, seed) for name in recipes for seed in range(seeds)]
-        kept = {(name, seed): self._kept(name, recipes[name], seed) for name, seed in wanted}
+        wanted = [(name, seed) for name in self.recipes for seed in range(seeds)]
+        kept = {(name, seed): self._kept(name, self.recipes[name], seed) for name, seed in wanted}
         until = None if seconds is None else time.perf_counter() + seconds
         new = [key for key, fitted in kept.items() if fitted is None]
         for done, (name, seed) in enumerate(new):
             if name not in self.skipped:
-                kept[name, seed] = self._fit(name, recipes[name], seed, until, len(new) - done)
+                kept[name, seed] = self._fit(name, self.recipes[name], seed, until, len(new) - done)
         found: dict[str, list[_Fitted]] = {}
         for (name, _), fitted in kept.items():
             if fitted is not None:
@@ -232,8 +270,8 @@ class _Study:
         """A solver that was fitted before, by the same recipe to the same weights, on the same task."""
         folder = self._place(name, seed)
         record = _read(folder / FITTED)
-        wanted = plain(to_data(self._recipe(recipe, seed))), plain(self.changes)
-        if record is None or (_completed(record.get("recipe")), record.get("changes")) != wanted:
+        wanted = plain(to_data(self._recipe(recipe, seed))), plain(self.changes), self.train_hash
+        if record is None or (_completed(record.get("recipe")), record.get("changes"), record.get("data")) != wanted:
             return None
         try:
             return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
@@ -254,11 +292,14 @@ class _Study:
             seconds = left()
             own = None if seconds is None else max(seconds / more, LEAST_SECONDS)
             record = fit_opened(self.opened, recipe, folder, pool=pool, seconds=own, progress=True)
-        except ValueError as error:  # e.g. a mean over positions for a state that has none
-            self.skipped[name] = str(error)
-            self.say(f"{name}: left out, {error}")
+        except ValueError as error:
+            # What does not suit, e.g. a mean over positions for a state that has none, suits no other seed either.
+            unlucky = isinstance(error, NotFittedError) and not isinstance(error, NoEquilibriaError)
+            what = f"{name}, seed {seed}" if unlucky else name
+            self.skipped[what] = str(error)
+            self.say(f"{what}: left out, {error}")
             return None
-        record |= {"finding_seconds": pool.seconds, "changes": self.changes}
+        record |= {"finding_seconds": pool.seconds, "changes": self.changes, "data": self.train_hash}
         write_json(folder / FITTED, record)
         start, end = (record[key].get("end_residual", math.nan) for key in ("first", "last"))
         self.say(f"{name}, seed {seed}: {record['seconds']:.1f} s, residual {start:.1e} to {end:.1e}")
@@ -268,7 +309,11 @@ class _Study:
         for pool in self._pools:
             if pool.serves(settings):
                 return pool
-        count = min(settings.pool or POOL, settings.steps)
+        # As many as any of the recipes learns from, whichever comes first, and whichever is there already.
+        alike = (r.fit for r in (self._recipe(recipe, settings.seed) for recipe in self.recipes.values()))
+        count = max(
+            min(fit.pool or POOL, fit.steps) for fit in (settings, *alike) if found_by(fit) == found_by(settings)
+        )
         self.say(f"equilibria of {count} batches by {type(settings.solver).__name__}")
         pool = pool_of(self.opened, settings, count, seconds and POOL_SHARE * seconds)
         self._pools.append(pool)
@@ -287,7 +332,7 @@ class _Study:
         """
         m, path = self.measuring, folder / MEASURED
         settings = plain({"split": m.split, "budgets": m.budgets, "most": m.most, "changes": self.changes})
-        settings |= {"systems": systems, "steps": self.far, "model": self.model_hash}
+        settings |= {"systems": systems, "steps": self.far, "model": self.model_hash, "data": self.held_out_hash}
         settings |= {"metric": self.opened.task.drawn[0]}
         kept = _read(path)
         if kept is not None and kept.get("settings") == settings and (scored is None or kept["curve"]["points"]):
@@ -303,7 +348,7 @@ class _Study:
         known = {point["steps"]: {name: point[name] for name in ("metric", "loss")} for point in scored or ()}
         points = []
         # Recording each solver for each number of steps takes longer than some solves; for many, `Scoring` does it.
-        with engine_of(self.opened.model, "eager"), torch.no_grad(), self.opened.autocast():
+        with engine_of(self.model, "eager"), torch.no_grad(), self.opened.autocast():
             for steps in () if scored is None else (0, *self.measuring.budgets):
                 if steps in known:
                     points.append({"steps": steps, **known[steps]})
@@ -311,19 +356,19 @@ class _Study:
                 # One step of which the measured iterate is returned is the start itself.
                 select = "last" if steps else "best"
                 stop = Stop(rtol=0.0, atol=0.0, max_steps=max(1, steps), select=select)
-                with override(self.opened.model, solver=solver, stop=stop):
+                with override(self.model, solver=solver, stop=stop):
                     points.append({"steps": steps, **self._metrics()})
             residuals = self._residuals(solver, systems)
         return {"points": points, "residual": residuals}
 
     def equilibrium(self, settings: FitSettings) -> dict[str, float]:
         """Metrics where the classic solver of the fits ends."""
-        model = self.opened.model
-        with torch.no_grad(), self.opened.autocast(), override(model, solver=settings.solver, stop=settings.stop):
+        plan = {"solver": settings.solver, "stop": settings.stop}
+        with torch.no_grad(), self.opened.autocast(), override(self.model, **plan):
             return self._metrics()
 
     def _metrics(self) -> dict[str, float]:
-        found = self.score(self.opened.model)
+        found = self.score(self.model)
         return {"metric": found[self.opened.task.drawn[0]], "loss": found.get("loss", math.nan)}
 
     def _residuals(self, solver: Solver, systems: int) -> dict[str, Any]:
@@ -346,7 +391,7 @@ class _Study:
 
     def _held_out(self) -> Pool:
         if self._held is None:
-            opened, settings = self.opened, FitSettings(accept=ANY)
+            opened, settings = self.opened, FitSettings(solver=Anderson(), stop=HELD_OUT, accept=ANY)
             batches = opened.splits.held_out[self.measuring.split]()
             with opened.autocast():
                 self._held = Pool(
@@ -362,6 +407,17 @@ class _Study:
         chosen: dict[str, Any] = {"anderson": "anderson", LEARNED: solvers}
         options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others, "each": each}
         return pareto_opened(self.opened, chosen, m.budgets, split=m.split, most=m.most, **options)
+
+
+def _digest(batches: Iterable[Any]) -> str:
+    """What tells data apart: a digest of some batches."""
+    digest = hashlib.blake2b(digest_size=16)
+    for batch in batches:
+        for name, value in sorted(vars(batch.to("cpu")).items()):
+            if isinstance(value, Tensor):
+                digest.update(f"{name}|{tuple(value.shape)}".encode())
+                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _until(batches: Any, systems: int) -> Iterator[Any]:

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from equipoise.tasks.hyper import HyperRecipe
-from equipoise.train.pareto import LEARNED, curves
+from equipoise.train.pareto import LEARNED
+from equipoise.train.pareto_curves import curves
 
 # Of the base model: parameters, and time of fitting; WikiText-103, ImageNet, Cityscapes.
 PUBLISHED_SIZES = "0.63, 3.87, 2.68 %"
@@ -44,11 +45,7 @@ def concluded(
     obstacles = sorted({point["no_graph"] for point in timed["points"] if point.get("no_graph")})
     found = {
         **record,
-        "speedup": timed["speedup"],
-        "ahead": timed["ahead"],
-        "behind": timed["behind"],
-        "ahead_in_time": timed["ahead_in_time"],
-        "missing": timed["missing"],
+        **{name: timed[name] for name in ("speedup", "ahead", "behind", "ahead_in_time", "missing")},
         "engines": {name: sorted(used) for name, used in engines.items()},
         "no_graph": obstacles,
         "overhead": overhead(record["variants"][record["reported"]]["fits"], timed, training),
@@ -163,7 +160,7 @@ def variants(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             if steps < len(own[0]["residual"]["median"])
         }
         rows.append(row)
-    return sorted(rows, key=lambda row: row["area"]["mean"])
+    return sorted(rows, key=lambda row: (math.isnan(row["area"]["mean"]), row["area"]["mean"]))  # unknown ones last
 
 
 def _over(seeds: Sequence[float]) -> dict[str, float]:
@@ -193,7 +190,7 @@ def _compared(better: Sequence[float], worse: Sequence[float]) -> tuple[str, flo
         return ("holds" if gap > 0 else "contradicted" if gap < 0 else "unknown"), gap, math.nan
     spreads = [statistics.variance(part) / len(part) for part in (better, worse) if len(part) > 1]
     error = math.sqrt(sum(spreads)) if spreads else math.nan
-    if abs(gap) <= error:
+    if gap == 0 or abs(gap) <= error:
         return "within the spread", gap, error
     return ("holds" if gap > 0 else "contradicted"), gap, error
 
@@ -238,6 +235,7 @@ def markdown(record: Mapping[str, Any], figures: Sequence[str], behind: bool = F
         "found. ± is the standard deviation over seeds.",
         "Figures were drawn before the newest numbers came in, and lack these." if behind else "",
         *(f"![{name}]({name}.png)" for name in figures if name == "pareto"),
+        *(f"Left out: {name}: {why}" for name, why in record["skipped"].items()),
         "## Faster at an equal metric",
         _speed(record),
         "## Overhead",
@@ -280,8 +278,8 @@ def _speed(record: Mapping[str, Any]) -> str:
     unlike = " Times of different engines are not comparable." if len(kinds) > 1 else ""
     return (
         f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
-        f"percent ({found['target']:.6g}): **{mean}**{over}; by seed {values}{aside}. No worse than Anderson after "
-        f"these numbers of steps: {ahead}{worst}. No worse than Anderson in the same time after these: "
+        f"percent ({_number(found['target'], 6)}): **{mean}**{over}; by seed {values}{aside}. No worse than Anderson "
+        f"after these numbers of steps: {ahead}{worst}. No worse than Anderson in the same time after these: "
         f"{in_time}.{missing} Engine of what is timed: {engines}.{unlike}"
     )
 
@@ -369,7 +367,6 @@ def _ablations(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
         ]
         for row in record["orderings"]
     ]
-    skipped = [f"{name}: {why}" for name, why in record["skipped"].items()]
     return [
         "## Ablations",
         *(f"![{name}]({name}.png)" for name in figures if name == "ablations"),
@@ -379,5 +376,4 @@ def _ablations(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
         table(columns, rows),
         "What was published, and the difference of our excess losses with its standard error:",
         table(("published", "ours", ""), claims),
-        *([f"Left out: {'; '.join(skipped)}"] if skipped else []),
     ]

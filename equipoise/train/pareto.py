@@ -1,9 +1,8 @@
-"""Metric against time per batch, for several solvers and numbers of steps, and the speed-up at an equal metric."""
+"""Metric against time per batch, for several solvers and numbers of steps: how it is measured."""
 
 import contextlib
 import copy
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +27,12 @@ from equipoise.tasks._hyper_losses import Forward, call_model
 from equipoise.tasks.hyper import forward_of
 from equipoise.train.config import to_data
 from equipoise.train.load import TrainedRun, find_checkpoint, load, open_run, read_config, require_equilibrium
+from equipoise.train.pareto_curves import conclusions
 from equipoise.train.scoring import Scoring
 from equipoise.train.tracking import StatsWindow, environment, write_json
 
 FILE = "pareto.json"
 LEARNED = "hyper"
-TOLERANCE = 5e-3  # a metric so much worse still counts as equal
 FEWEST_CALLS = 2  # before the timing: a shape is recorded when it comes again
 MOST_RECORDINGS = 8  # calls after those, until one records nothing
 OF_DATA = ("name", "data", "corpus", "tokens")  # settings of a task by which runs have the same data
@@ -109,8 +108,7 @@ def pareto(
         found[steps] = [{"steps": steps, **point} for point in bench.points(model, kinds, stop)]
         points = [point for done in sorted(found) for point in found[done]]
         record = {**head, "missing": sorted({*budgets} - {*found}), "points": [*points, *beside]}
-        record |= {"speedup": speedups(record), "ahead": steps_ahead(record), "behind": most_behind(record)}
-        record |= {"ahead_in_time": ahead_in_time(record), "environment": where}
+        record |= {**conclusions(record), "environment": where}
         if each is not None:
             each(record)
     return record
@@ -319,149 +317,6 @@ def _milliseconds(sample: Sample) -> dict[str, float]:
     return {name: 1e3 * seconds for name, seconds in parts.items()}
 
 
-# Conclusions
-
-
-def curves(record: Mapping[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
-    """The points of each solver by seed, by number of steps; single points of other models are left out."""
-    found: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for point in record["points"]:
-        if point["steps"] is not None:
-            found.setdefault(point["solver"], {}).setdefault(point["seed"], []).append(point)
-    return {
-        name: [sorted(seeds[seed], key=lambda point: point["steps"]) for seed in sorted(seeds)]
-        for name, seeds in found.items()
-    }
-
-
-def time_to_reach(curve: Sequence[Mapping[str, Any]], target: float, better: str = "lower") -> float | None:
-    """Milliseconds at which a curve first reaches a metric, by linear interpolation; None if it does not.
-
-    Nothing is extrapolated: where the first point is good enough, it is the time of that point; likewise where the
-    point before has no finite metric.
-
-    Args:
-        curve: Points by number of steps, with `metric` and `ms`.
-        target: The metric to reach.
-        better: Whether "lower" or "higher" is better.
-    """
-    sign = 1.0 if better == "lower" else -1.0
-    before: Mapping[str, Any] | None = None
-    for point in curve:
-        if sign * point["metric"] <= sign * target:
-            if before is None or not math.isfinite(before["metric"]):
-                return float(point["ms"])
-            share = (before["metric"] - target) / (before["metric"] - point["metric"])
-            return float(before["ms"] + share * (point["ms"] - before["ms"]))
-        before = point
-    return None
-
-
-def speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """How much sooner each solver reaches the metric that the reference has after `at` steps, within half a percent.
-
-    `values` has a ratio for each seed, None where the metric is not reached: the time the reference needs for that
-    metric, over the seed's. It may need fewer than `at` steps; `over_budget` is over its time for all of them, and
-    `alone` the mean for batches one at a time. Where numbers of steps are missing still, curves count up to the first
-    of them.
-    """
-    said = _speedups(record)
-    if all("ms_alone" in point for point in record["points"]):
-        points = [{**point, "ms": point["ms_alone"]} for point in record["points"]]
-        for name, found in _speedups({**record, "points": points}).items():
-            said[name]["alone"] = found["mean"]
-    return said
-
-
-def _speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found, better, missing = curves(record), record["better"], record.get("missing", ())
-    end = next(point for point in found[record["reference"]][0] if point["steps"] == record["at"])
-    slack = TOLERANCE * abs(end["metric"])
-    target = end["metric"] + (slack if better == "lower" else -slack)
-
-    def reached(curve: Sequence[Mapping[str, Any]]) -> float | None:
-        # Not across a gap, where the curve is unknown.
-        return time_to_reach([p for p in curve if not missing or p["steps"] < min(missing)], target, better)
-
-    needed = reached(found[record["reference"]][0])
-    said: dict[str, dict[str, Any]] = {}
-    for name, seeds in found.items():
-        times = [reached(seed) for seed in seeds]
-        values = [None if time is None or needed is None else needed / time for time in times]
-        over = [None if time is None else end["ms"] / time for time in times]
-        said[name] = {"target": target, "values": values, "mean": _mean(values), "over_budget": _mean(over)}
-    return said
-
-
-def steps_ahead(record: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The numbers of steps after which the mean metric of each solver is no worse than the reference's."""
-    return {name: [steps for steps, lag in lags.items() if lag <= 0] for name, lags in _lags(record).items()}
-
-
-def ahead_in_time(record: Mapping[str, Any]) -> dict[str, list[int]]:
-    """The numbers of steps of each solver after which its mean metric is no worse than the reference's at that time.
-
-    In between its points the reference is taken to be on a line; before the first it has nothing, and after the last
-    measured one it stays as it is.
-    """
-    sign, found = 1.0 if record["better"] == "lower" else -1.0, curves(record)
-    own = [(point["ms"], sign * point["metric"]) for point in found.pop(record["reference"])[0]]
-    ahead = {}
-    for name, seeds in found.items():
-        times = {point["steps"]: point["ms"] for seed in seeds for point in seed}
-        means = _by_steps(seeds, sign)
-        ahead[name] = [steps for steps, mean in means.items() if mean <= _at_time(own, times[steps])]
-    return ahead
-
-
-def _at_time(curve: Sequence[tuple[float, float]], ms: float) -> float:
-    """The best that a curve of times and metrics, lower being better, has had by then; infinite before its first."""
-    best, before = math.inf, None
-    for time, metric in sorted(curve):
-        if time > ms:
-            if before is None or not math.isfinite(before[1] + metric):
-                return best
-            return min(best, before[1] + (ms - before[0]) / (time - before[0]) * (metric - before[1]))
-        best, before = min(best, metric), (time, metric)
-    return best
-
-
-def most_behind(record: Mapping[str, Any]) -> dict[str, float]:
-    """By which part the mean metric of each solver is worse than the reference's, at most; 0 where it never is."""
-    return {name: max([0.0, *lags.values()]) for name, lags in _lags(record).items()}
-
-
-def _lags(record: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """By which part the mean metric of each solver is worse than the reference's after each number of steps."""
-    sign = 1.0 if record["better"] == "lower" else -1.0
-    means = {name: _by_steps(seeds, sign) for name, seeds in curves(record).items()}
-    own = means.pop(record["reference"])
-    return {name: {steps: _lag(value, own[steps]) for steps, value in values.items()} for name, values in means.items()}
-
-
-def _lag(value: float, reference: float) -> float:
-    if value == math.inf:  # worse, whatever the other is
-        return math.inf
-    difference = value - reference
-    if 0 < abs(reference) < math.inf:
-        return difference / abs(reference)
-    return math.copysign(math.inf, difference) if difference else 0.0
-
-
-def _by_steps(seeds: Sequence[Sequence[Mapping[str, Any]]], sign: float) -> dict[int, float]:
-    """Mean metrics, lower being better; infinite where one is not finite."""
-    grouped: dict[int, list[float]] = {}
-    for point in (point for seed in seeds for point in seed):
-        grouped.setdefault(point["steps"], []).append(sign * point["metric"])
-    finite = {steps: all(map(math.isfinite, values)) for steps, values in grouped.items()}
-    return {steps: statistics.fmean(values) if finite[steps] else math.inf for steps, values in grouped.items()}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if len(known) == len(values) else None
-
-
 # Of a run
 
 
@@ -506,7 +361,7 @@ def pareto_run(
         chosen.setdefault(LEARNED if name.startswith(PREFIX) else name, []).append(made)
     others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
     others |= loaded_beside(opened, beside, data_dir)
-    path, head = Path(run) / FILE, {"run": str(run), "changes": list(changes)}
+    path, head = Path(run) / FILE, {"run": str(run), "changes": list(changes), "solvers": list(solvers)}
 
     def keep(record: dict[str, Any]) -> None:
         write_json(path, {**head, **record})
@@ -587,7 +442,7 @@ def pareto_opened(
         each: See `pareto`.
         **options: Of `pareto`.
     """
-    task, device, head = opened.task, opened.device, {"checkpoint": str(opened.folder), "split": split}
+    task, device, head = opened.task, opened.device, {"checkpoint": str(opened.folder), "split": split, "most": most}
 
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]

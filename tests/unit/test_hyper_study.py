@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import equipoise as eq
 from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
-from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, fit_run
+from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, NotFittedError, fit_run
 from equipoise.train import hyper_study, scoring
 from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
@@ -118,6 +119,66 @@ def test_each_recipe_is_fitted_with_each_seed(studied, trained):
     assert any(line.startswith("pixels: left out") for line in said)
     assert any(line.startswith("there is no GPU") for line in said) != torch.cuda.is_available()
     assert sum(line.startswith("equilibria of 2 batches") for line in said) == 1  # all fits share them
+
+
+def test_a_seed_that_learned_nothing_is_named_and_the_others_go_on(studied, not_drawn, monkeypatch, tmp_path):
+    run = shutil.copytree(studied[0], tmp_path / "run")
+    fit_opened, said = hyper_study.fit_opened, []
+
+    def unlucky(opened, recipe, folder, **options):
+        if recipe.fit.seed == 1:
+            raise NotFittedError("its gradient was never finite.")
+        return fit_opened(opened, recipe, folder, **options)
+
+    monkeypatch.setattr(hyper_study, "fit_opened", unlucky)
+    one = {"one": dataclasses.replace(CHOSEN["full"], fit=dataclasses.replace(QUICK, steps=2))}
+    record = study_run(run, one, tmp_path / "out", seeds=3, measuring=MEASURING, say=said.append)
+    assert [fit["recipe"]["fit"]["seed"] for fit in record["variants"]["one"]["fits"]] == [0, 2]
+    assert record["skipped"] == {"one, seed 1": "its gradient was never finite."}
+    text = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "seeds of each solver: 2," in text
+    assert "Left out: one, seed 1: its gradient was never finite." in text
+
+
+def test_as_many_equilibria_in_whichever_order_recipes_come(trained, not_drawn, monkeypatch, tmp_path):
+    run, said, pool_of = shutil.copytree(trained, tmp_path / "run"), [], hyper_study.pool_of
+
+    def counted(opened, settings, count, seconds):
+        said.append(count)
+        return pool_of(opened, settings, count, seconds)
+
+    monkeypatch.setattr(hyper_study, "pool_of", counted)
+    wide = dataclasses.replace(QUICK, pool=4)
+    few, many = (dataclasses.replace(CHOSEN["full"], fit=dataclasses.replace(wide, steps=steps)) for steps in (1, 3))
+    for place, recipes in enumerate(({"few": few, "many": many}, {"many": many, "few": few})):
+        folder = shutil.copytree(run, tmp_path / f"run-{place}")
+        study_run(folder, recipes, tmp_path / f"out-{place}", seeds=1, measuring=MEASURING)
+    assert said == [3, 3]
+
+
+def test_what_is_called_as_a_solver_beside_it_is_refused(studied, trained, tmp_path):
+    with pytest.raises(ValueError, match="a recipe cannot be called 'anderson'"):
+        study_run(studied[0], {"anderson": CHOSEN["full"]}, tmp_path / "out", measuring=MEASURING)
+    beside = [shutil.copytree(trained, tmp_path / "hyper")]
+    with pytest.raises(ValueError, match="a run beside this one cannot be called 'hyper'"):
+        study_run(studied[0], CHOSEN, tmp_path / "out", measuring=MEASURING, beside=beside)
+    assert not (tmp_path / "out").exists()
+
+
+def test_other_data_are_fitted_and_measured_anew(studied, not_drawn, monkeypatch, tmp_path):
+    run, said, digest = shutil.copytree(studied[0], tmp_path / "run"), [], hyper_study._digest
+    monkeypatch.setattr(hyper_study, "_digest", lambda batches: digest(batches) + " of others")
+    study_run(run, {"full": CHOSEN["full"]}, tmp_path / "out", seeds=1, measuring=MEASURING, say=said.append)
+    assert any(line.startswith("full, seed 0") for line in said)
+    assert {"measuring classic, anderson", "measuring full, seed-0"} <= set(said)
+
+
+def test_data_are_told_apart_by_what_is_in_them(trained):
+    held_out = open_run(trained, "valid").splits.held_out["valid"]
+    batch = next(iter(held_out()))
+    other = dataclasses.replace(batch, targets=batch.targets.roll(1, 0))
+    assert hyper_study._digest([batch]) == hyper_study._digest(islice(held_out(), 1))
+    assert hyper_study._digest([batch]) != hyper_study._digest([other])
 
 
 def test_what_is_there_is_not_done_again(studied, not_drawn, monkeypatch, tmp_path):
@@ -453,6 +514,8 @@ def test_orderings():
         ("free", "anderson"): "contradicted",
         ("full", "odd"): "contradicted",
     }
+    same = record_of(full=[curve(5.0, 1.5, 1.0)], near=[curve(5.0, 1.5, 1.0)])
+    assert [row["ours"] for row in orderings(same, {"near": recipes["near"]})] == ["within the spread"]  # a tie
     alone = record_of(full=[curve(5.0, 1.5, 1.0)], near=[curve(5.0, 1.55, 1.0)])
     (one, other) = orderings(alone, {name: recipes[name] for name in ("full", "near")})
     assert math.isnan(one["error"])  # of one seed each nothing is known
@@ -545,6 +608,11 @@ def test_the_text():
     assert "No worse than Anderson after these numbers of steps: 1 to 2 (elsewhere at most 0.02 % worse)." in text
     assert "No worse than Anderson in the same time after these: 2 to 3." in text
     assert ranges([1, 2, 3, 5, 7, 8]) == "1 to 3, 5, 7 to 8"
+    lost = timed(("anderson", 2.0), ("hyper", 1.0))
+    lost["speedup"]["hyper"] = {"target": "inf", "values": [None, None], "mean": None, "over_budget": None}
+    assert "within half a percent (inf): **not reached by all seeds**" in markdown(
+        concluded(record, lost, None, {}), []
+    )
 
 
 def test_a_wrong_run_beside_is_refused_before_any_work(studied, tmp_path):

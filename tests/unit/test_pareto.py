@@ -12,7 +12,16 @@ from equipoise import Anderson, HyperAnderson, Picard
 from equipoise.bench.harness import Sample
 from equipoise.plots import FIGURES, LogError, draw, make_chart
 from equipoise.train.hyper_study import Measuring
-from equipoise.train.pareto import ahead_in_time, curves, most_behind, pareto, speedups, steps_ahead, time_to_reach
+from equipoise.train.pareto import pareto
+from equipoise.train.pareto_curves import (
+    ahead_in_time,
+    curves,
+    mean_curve,
+    most_behind,
+    speedups,
+    steps_ahead,
+    time_to_reach,
+)
 from tests.problems import scaled_weight
 from tests.unit.test_forward import taped  # noqa: F401
 from tests.unit.test_train_captured import emulated, inline_solves  # noqa: F401
@@ -284,6 +293,38 @@ def test_what_the_reference_has_in_the_same_time():
     record = {"points": [*slow, *quick], "better": "lower", "reference": "anderson"}
     # Nothing at 1 ms; 6 at 3 ms and 5 at 3.5 ms, on the line; 4 at 5 ms, since what follows is no number; 3 in the end.
     assert ahead_in_time(record) == {"hyper": [1, 2, 4]}
+
+
+def test_what_is_not_finite_is_ahead_nowhere():
+    slow = curve((2.0, 8.0), (4.0, 4.0), solver="anderson", seed=0)
+    nothing = curve((1.0, math.nan), (3.0, math.nan), solver="hyper", seed=0)
+    record = {"points": [*slow, *nothing], "better": "lower", "reference": "anderson", "at": 2}
+    assert ahead_in_time(record) == {"hyper": []}  # though before 2 ms Anderson has nothing, either
+    unknown = {**record, "reference": "hyper"}
+    assert speedups(unknown)["anderson"]["values"] == [None]
+    assert math.isnan(speedups(unknown)["anderson"]["target"])
+
+
+def test_times_of_seeds_count_by_their_mean_in_any_order():
+    slow = curve((2.0, 8.0), (4.0, 4.0), (6.0, 2.0), solver="anderson", seed=0)
+    seeds = [curve((1.0, 8.0), (2.0, 5.0)), curve((5.0, 6.0), (8.0, 1.0))]  # means (3, 7), (5, 3)
+    for order in ((0, 1), (1, 0)):
+        quick = [{**p, "solver": "hyper", "seed": seed} for seed, place in enumerate(order) for p in seeds[place]]
+        record = {"points": [*slow, *quick], "better": "lower", "reference": "anderson"}
+        assert ahead_in_time(record) == {"hyper": [2]}  # 6 after 3 ms, 3 after 5 ms
+    assert mean_curve(seeds) == [{"steps": 1, "metric": 7.0, "ms": 3.0}, {"steps": 2, "metric": 3.0, "ms": 5.0}]
+
+
+def test_a_reference_of_several_seeds_counts_by_its_mean():
+    seeds = [
+        curve((1.0, 8.0), (2.0, 4.0), solver="hyper", seed=0),
+        curve((3.0, 6.0), (4.0, 2.0), solver="hyper", seed=1),
+    ]
+    other = curve((2.0, 7.0), (3.0, 3.0), solver="anderson", seed=0)
+    record = {"points": [*seeds[0], *seeds[1], *other], "better": "lower", "reference": "hyper", "at": 2}
+    assert speedups(record)["anderson"]["values"] == pytest.approx([1.0])  # the same curve as that mean
+    assert steps_ahead(record) == {"anderson": [1, 2]}
+    assert ahead_in_time(record) == {"anderson": [1, 2]}
 
 
 # The figure
