@@ -4,11 +4,12 @@
 
 For each case `equipoise hyper MODEL --report OUT/CASE …`, with three seeds, on a copy of the model in --work, or on one
 that is trained there first. Models, solvers and measurements stay in --work: a call that was cut off is continued by
-the same call, and complete cases are not made again. `OUT/README.md` has the table, with what was published beside it,
-each row its folder with all the rest.
+the same call, and complete cases are not made again, unless their model is another one by now. `OUT/README.md` has the
+table, with what was published beside it, each row its folder with all the rest.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import shlex
@@ -21,14 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from equipoise.train.checkpoint import list_checkpoints
+from equipoise.train.checkpoint import CheckpointError, list_checkpoints
 from equipoise.train.hyper_study import REPORT
 from equipoise.train.hyper_summary import ranges, table
-from equipoise.train.load import CHECKPOINTS
+from equipoise.train.load import CHECKPOINTS, find_checkpoint
 from equipoise.train.pareto import FILE as PARETO
 from equipoise.train.pareto import LEARNED
 
 MODELS, RECIPES = Path("pretrained"), Path("recipes")
+DIGEST = "model.digest"  # beside a report: of the model that it was made of
 
 
 @dataclass(frozen=True)
@@ -114,14 +116,18 @@ class Bench:
         return ["hyper", str(self.work / name), *report, *shlex.split(case.arguments), *self.extra, *self.data]
 
     def complete(self, name: str, case: Case) -> bool:
-        """Whether the report of a case is there, has everything, and was made by the same command."""
-        record = _read(self.out / name / REPORT)
+        """Whether the report of a case is there, has everything, and was made by the same command of the same model."""
+        record, kept = _read(self.out / name / REPORT), self.out / name / DIGEST
         whole = shlex.join(["equipoise", *self.command(name, case)])
-        return record is not None and record.get("complete") is True and record["command"] == whole
+        if record is None or record.get("complete") is not True or record["command"] != whole or not kept.is_file():
+            return False
+        model = _digest(MODELS / case.model if case.training is None else self.work / name)
+        return model in (None, kept.read_text(encoding="utf-8").strip())
 
     def measure(self, name: str, case: Case, seconds: float | None) -> bool:
         """Fit and measure a case; what is there when the seconds are over is kept. False if a command failed."""
-        run, until = self.work / name, time.perf_counter() + (math.inf if seconds is None else seconds)
+        run, made_of = self.work / name, self.out / name / DIGEST
+        until = time.perf_counter() + (math.inf if seconds is None else seconds)
 
         def call(command: list[str]) -> None:
             left = until - time.perf_counter()
@@ -129,21 +135,47 @@ class Bench:
             subprocess.run(whole, check=True, timeout=left if math.isfinite(left) else None)
 
         try:
-            if not run.is_dir() and case.training is None:
-                shutil.copytree(MODELS / case.model, run)
+            if case.training is None:
+                _copy(MODELS / case.model, run)
             elif not run.is_dir():
                 unfinished = self.work / f"{name}.training"
                 resumed = ["--resume"] if list_checkpoints(unfinished / CHECKPOINTS) else []
                 training = ["train", str(RECIPES / f"{case.model}.toml"), "--out", str(unfinished), *resumed]
                 call([*training, *shlex.split(case.training or ""), *self.data])
                 unfinished.rename(run)
+            made_of.unlink(missing_ok=True)  # until all of the report is of this model
             call(self.command(name, case))
+            made_of.write_text(f"{_digest(run)}\n", encoding="utf-8")
         except subprocess.TimeoutExpired:
             print(f"{name}: no time left; the same call goes on", flush=True)
         except subprocess.CalledProcessError as error:
             print(f"{name}: a command ended with status {error.returncode}, see above", flush=True)
             return False
         return True
+
+
+def _copy(model: Path, run: Path) -> None:
+    """Copy a model as a whole or not at all, unless it is there; another one goes, with what was fitted to it."""
+    if _digest(model) in (None, _digest(run)):  # of none, the copy goes on
+        return
+    partial = run.with_name(f"{run.name}.copy")
+    shutil.rmtree(partial, ignore_errors=True)  # of a call that was cut off
+    shutil.copytree(model, partial)
+    shutil.rmtree(run, ignore_errors=True)
+    partial.rename(run)
+
+
+def _digest(run: Path) -> str | None:
+    """Of what a model is loaded from: settings, words, weights; None if there is none."""
+    try:
+        folder = find_checkpoint(run)
+    except CheckpointError:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(folder.iterdir()):
+        if path.suffix in (".json", ".safetensors"):
+            digest.update(f"{path.name}|{path.stat().st_size}|".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def row(name: str, folder: Path) -> list[str] | None:

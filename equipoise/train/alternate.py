@@ -95,8 +95,9 @@ class Alternation:
         seconds: Time spent on fitting it.
         grown: Steps of a solve beyond `settings.max_steps`.
         behind: Whether the model has changed too much for it: 0 for no, 1 where it is to be fitted a little more, 2
-            where it was, 3 where that did not help, and it rests until the next regular fit.
+            where it was, 3 where that did not help, and it rests until a regular fit learns something.
         retry: Step before which there is no other first fit, after one that learned nothing.
+        seed: Of the run: first weights and draws of fits are others with another one.
     """
 
     settings: Alternate
@@ -105,6 +106,7 @@ class Alternation:
     grown: int = 0
     behind: int = 0
     retry: int = 0
+    seed: int = 0
     _follower: Follower | None = field(default=None, repr=False)
 
     @property
@@ -144,18 +146,17 @@ class Alternation:
         """
         if self.solver is None and step < self.retry:
             return None
-        count = self.settings.due(step, self.solver is not None)
-        if count:
-            self.behind = 0
-        elif self.behind == LATE:
-            count, self.behind = self.settings.refresh, REFRESHED
-        else:
+        regular, late = self.settings.due(step, self.solver is not None), self.behind == LATE
+        count = regular or (self.settings.refresh if late else 0)
+        if not count:
             self._follow(step, model, batches, forward)
             return None
+        if late:
+            self.behind = REFRESHED  # also where nothing is learned: it would be tried before each step
         made = self.settings.solver.settings() if self.solver is None else {}
         made |= {"solver": self.solver, "forward": forward, "log_every": count}
         try:
-            with _drawing(model, step):
+            with self._drawing(model, step):
                 fit = fit_hyper_solver(model, lambda i: batches(step + i), self._settings(count), **made)
         except NotFittedError as error:  # the solver that there is goes on, learned or the model's own
             if self.solver is None:
@@ -167,6 +168,8 @@ class Alternation:
                     stacklevel=3,
                 )
             return {"steps": 0, "not_fitted": str(error)}
+        if regular:
+            self.behind = 0
         self.solver = fit.solver
         self.seconds += fit.record["seconds"]
         return {"steps": count, **fit.record}
@@ -180,7 +183,7 @@ class Alternation:
         started = time.perf_counter()
         if self._follower is None:
             self._follower = self._made_follower(self.solver)
-        with _drawing(model, step):
+        with self._drawing(model, step):
             self._follower.step(model, batches(step), forward)
         self.seconds += time.perf_counter() - started
 
@@ -188,7 +191,16 @@ class Alternation:
         return Follower(solver, self._settings(1), self.settings.follow_rate)
 
     def _settings(self, steps: int) -> FitSettings:
-        return dataclasses.replace(self.settings.fit, steps=steps, training=True)
+        fit = self.settings.fit
+        return dataclasses.replace(fit, steps=steps, training=True, seed=fit.seed + self.seed)
+
+    @contextlib.contextmanager
+    def _drawing(self, model: nn.Module, step: int) -> Iterator[None]:
+        """Draws that are those of a step, whatever was drawn before; afterwards generators are as they were."""
+        devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
+        with torch.random.fork_rng(devices=[device.index for device in devices]):
+            torch.manual_seed(self.seed * 1_000_003 + step)  # no step of a run has that of another run's
+            yield
 
     @contextlib.contextmanager
     def used(self, model: nn.Module) -> Iterator[None]:
@@ -230,12 +242,3 @@ class Alternation:
 
 def _kept(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
-
-
-@contextlib.contextmanager
-def _drawing(model: nn.Module, step: int) -> Iterator[None]:
-    """Draws that are those of a step, whatever was drawn before; afterwards generators are as they were."""
-    devices = {parameter.device for parameter in model.parameters() if parameter.is_cuda}
-    with torch.random.fork_rng(devices=[device.index for device in devices]):
-        torch.manual_seed(step)
-        yield

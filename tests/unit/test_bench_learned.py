@@ -3,13 +3,16 @@
 import json
 import shlex
 import shutil
+import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from benchmarks.training import learned_solvers
-from benchmarks.training.learned_solvers import CASES, COLUMNS, MODELS, RECIPES, Case, main, row
+from benchmarks.training.learned_solvers import CASES, COLUMNS, MODELS, RECIPES, Bench, Case, main, row
+from equipoise.train.hyper_study import REPORT
 from equipoise.train.load import read_config
 from equipoise.train.recipe import Recipe
 from tests.cli.program import COPY, train
@@ -104,3 +107,116 @@ def test_what_time_does_not_allow_is_left(small):
     text = called("--seconds", "0.01", "--seeds", "1")
     assert "| [" not in text
     assert not (out / "second").exists()
+
+
+class Kept:
+    """A kept model of a few bytes, and a bench on which reports take no time.
+
+    Attributes:
+        case: Of the model.
+        bench: Where it is measured.
+        seen: The weights that each report was made of.
+        failing: Whether the next report fails.
+    """
+
+    def __init__(self, folder):
+        self.model, self.case = folder / "models" / "mine", Case("mine", "--most 1")
+        self.bench, self.seen, self.failing = Bench(folder / "out", folder / "work"), [], False
+        (self.model / "hyper").mkdir(parents=True)
+        (self.model / "vocabulary.json").write_text("[]", encoding="utf-8")
+        self.put(b"first")
+
+    def put(self, weights, config="{}"):
+        """Replace the model."""
+        (self.model / "model.safetensors").write_bytes(weights)
+        (self.model / "config.json").write_text(config, encoding="utf-8")
+
+    def report(self, whole, **_):
+        """What `equipoise hyper` does."""
+        _, _, _, _, run, _, out = whole[:7]
+        self.seen.append((Path(run) / "model.safetensors").read_bytes())
+        if self.failing:
+            raise subprocess.CalledProcessError(1, whole)
+        Path(out).mkdir(parents=True, exist_ok=True)
+        record = {"complete": True, "command": shlex.join(["equipoise", *whole[3:]])}
+        (Path(out) / REPORT).write_text(json.dumps(record), encoding="utf-8")
+
+    def measure(self):
+        """Measure the case; whether its report is complete then."""
+        self.bench.measure("mine", self.case, None)
+        return self.complete
+
+    @property
+    def complete(self):
+        return self.bench.complete("mine", self.case)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    kept = Kept(tmp_path)
+    monkeypatch.setattr(learned_solvers, "MODELS", kept.model.parent)
+    monkeypatch.setattr(learned_solvers.subprocess, "run", kept.report)
+    return kept
+
+
+def test_a_model_that_was_replaced_is_measured_again(kept):
+    copied = kept.bench.work / "mine"
+    assert kept.measure()
+    (copied / "hyper" / "fit.json").write_text("{}", encoding="utf-8")
+    assert kept.measure()
+    assert (copied / "hyper" / "fit.json").is_file()  # what was fitted to the same model stays
+    kept.put(b"second")
+    assert not kept.complete
+    assert kept.measure()
+    assert kept.seen == [b"first", b"first", b"second"]
+    assert not (copied / "hyper" / "fit.json").exists()
+    assert [path.name for path in kept.bench.work.iterdir()] == ["mine"]
+    kept.put(b"second", config='{"solver": {}}')
+    assert not kept.complete
+    assert kept.measure()
+
+
+def test_a_report_is_complete_for_the_model_that_it_was_made_of(kept):
+    assert kept.measure()
+    kept.put(b"second")
+    kept.failing = True
+    assert not kept.measure()
+    kept.put(b"first")  # the report may be of either
+    assert not kept.complete
+    kept.failing = False
+    assert kept.measure()
+    (kept.bench.out / "mine" / learned_solvers.DIGEST).unlink()  # as of an older report
+    assert not kept.complete
+    assert kept.measure()
+    for path in (kept.model, kept.bench.work):
+        shutil.rmtree(path)
+    assert kept.complete  # nothing there says otherwise
+
+
+def test_a_copy_that_is_cut_off_is_made_again(kept, monkeypatch):
+    def cut_off(source, target):
+        Path(target).mkdir(parents=True)
+        shutil.copy(Path(source) / "model.safetensors", target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as change:
+        change.setattr(shutil, "copytree", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            kept.measure()
+        assert not (kept.bench.work / "mine").exists()
+        assert kept.seen == []
+    assert kept.measure()
+    assert (kept.bench.work / "mine" / "vocabulary.json").is_file()
+    (kept.bench.work / "mine" / "vocabulary.json").unlink()  # as a copy of former times that was cut off
+    assert kept.measure()
+    assert (kept.bench.work / "mine" / "vocabulary.json").is_file()
+
+
+def test_a_model_that_is_trained_anew_is_measured_again(kept):
+    case, run = Case("copy_memory", "--most 1", ""), kept.bench.work / "mine"
+    kept.case = case
+    shutil.copytree(kept.model, run)
+    assert kept.measure()
+    (run / "model.safetensors").write_bytes(b"trained anew")
+    assert not kept.complete
+    assert kept.measure()

@@ -12,7 +12,7 @@ import equipoise as eq
 from equipoise import HyperAnderson, Stop
 from equipoise.tasks.hyper import FitSettings, Networks
 from equipoise.train import loop
-from equipoise.train.alternate import Alternate, Alternation
+from equipoise.train.alternate import LATE, RESTING, Alternate, Alternation
 from equipoise.train.load import load
 from equipoise.train.loop import train
 from equipoise.train.tracking import read_metrics
@@ -69,10 +69,12 @@ def test_training_alternates():
     assert alternation.seconds > 0
 
 
+HOPELESS = dataclasses.replace(SETTINGS, fit=FitSettings(unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1)))
+
+
 def test_a_solver_goes_on_where_nothing_new_can_be_learned():
     deq = eq.DEQ(Cell(), engine="eager")
-    hopeless = dataclasses.replace(SETTINGS, fit=FitSettings(unroll=2, accept=1e-9, stop=Stop(rtol=0.0, max_steps=1)))
-    none = Alternation(hopeless)
+    none = Alternation(HOPELESS)
     with pytest.warns(
         eq.EquilibriumWarning, match=r"step 2: no learned solver yet.*until step 5.*fit\.accept.*alternate\.fit\.KEY"
     ):
@@ -84,11 +86,35 @@ def test_a_solver_goes_on_where_nothing_new_can_be_learned():
     assert again.before(5, deq, batch)["steps"] == SETTINGS.first
     fitted = Alternation(SETTINGS)
     fitted.before(2, deq, batch)
-    alternation = Alternation(hopeless, fitted.solver)
+    alternation = Alternation(HOPELESS, fitted.solver)
     record = alternation.before(5, deq, batch)
     assert record["steps"] == 0
     assert "allow more" in record["not_fitted"]
     assert alternation.solver is fitted.solver
+    assert alternation.in_use
+
+
+def test_a_solver_that_rests_goes_on_resting_where_nothing_new_can_be_learned():
+    deq, fitted = eq.DEQ(Cell(), engine="eager"), Alternation(SETTINGS)
+    fitted.before(2, deq, batch)
+    alternation = Alternation(HOPELESS, fitted.solver, behind=RESTING)
+    assert "not_fitted" in alternation.before(5, deq, batch)  # a regular fit
+    assert not alternation.in_use
+    again = Alternation(SETTINGS)
+    again.load_state_dict(alternation.state_dict())
+    assert again.before(8, deq, batch)["steps"] == SETTINGS.refresh
+    assert again.in_use
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_fit_that_learns_nothing_is_not_tried_before_each_step(step):
+    deq, fitted = eq.DEQ(Cell(), engine="eager"), Alternation(SETTINGS)
+    fitted.before(2, deq, batch)
+    alternation = Alternation(HOPELESS, fitted.solver, behind=LATE)
+    assert "not_fitted" in alternation.before(step, deq, batch)
+    assert alternation.before(step + 1, deq, batch) is None
+    alternation.note(1.0)
+    assert not alternation.in_use
 
 
 def test_a_solver_that_falls_behind_is_fitted_at_once_and_rests_if_that_does_not_help():
@@ -218,10 +244,30 @@ def test_it_goes_on_from_a_saved_state():
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
+def test_runs_with_other_seeds_begin_with_other_weights_and_draws():
+    deq, seen = eq.DEQ(Cell(), engine="eager"), []
+    hardly = dataclasses.replace(SETTINGS, fit=FitSettings(unroll=2, learning_rate=1e-12))
+    same = dataclasses.replace(hardly, fit=dataclasses.replace(hardly.fit, seed=3))
+
+    def weights(settings, seed):
+        alternation = Alternation(settings, seed=seed)
+        alternation.before(2, deq, lambda i: seen.append(torch.initial_seed()) or batch(i))
+        return torch.cat([parameter.flatten() for parameter in alternation.solver.parameters()])
+
+    first, other, again = weights(hardly, 0), weights(hardly, 3), weights(same, 0)
+    assert (first - other).abs().max() > 0.1
+    torch.testing.assert_close(again, other, rtol=0.0, atol=1e-9)
+    own, of_other = set(seen[:4]), set(seen[4:8])
+    assert own == {2}  # what runs without a seed had before
+    assert len(of_other) == 1
+    assert own != of_other
+
+
+@pytest.mark.parametrize("seed", [0, 3])
 @pytest.mark.parametrize("follow", [{}, {"follow": 1}])
-def test_a_resumed_run_goes_on_bit_by_bit(follow, tmp_path):
+def test_a_resumed_run_goes_on_bit_by_bit(follow, seed, tmp_path):
     learned = {"start": 1, "first": 2, "every": 2, "refresh": 1, "solver": {"hidden": 4, "width": 4}, **follow}
-    given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0}}})
+    given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0}}}, f"train.seed={seed}")
     train(given, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-000006")
