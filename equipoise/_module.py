@@ -137,7 +137,8 @@ class DEQ(nn.Module):
 
     def _adopt_solvers(self) -> None:
         """Make learned solvers submodules, so that they move and are trained with the model."""
-        solvers = [p.solver for p in self._plans if p is not None]
+        plans = [plan for plan in self._plans if plan is not None]
+        solvers = [solver for plan in plans for solver in (plan.solver, getattr(plan.adjoint, "solver", None))]
         stages = [stage for solver in solvers for stage in getattr(solver, "stages", (solver,))]
         learned = {id(stage): stage for stage in stages if isinstance(stage, nn.Module)}
         self._modules.pop(LEARNED, None)
@@ -238,6 +239,11 @@ def _expect_no_solvers(module: nn.Module, keys: Any) -> None:
 def own_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters of a model without those of learned solvers in it."""
     return [parameter for name, parameter in model.named_parameters() if LEARNED not in name.split(".")]
+
+
+def own_buffers(model: nn.Module) -> list[torch.Tensor]:
+    """Buffers of a model without those of learned solvers in it."""
+    return [buffer for name, buffer in model.named_buffers() if LEARNED not in name.split(".")]
 
 
 def deqs_in(model: nn.Module) -> list[DEQ]:

@@ -198,8 +198,10 @@ class Problem:
         """What a solver may look at: the context, or else the inputs that have a row per system."""
         if self.context is not None:
             return self.context
-        own = [item for item, dim in zip(self.inputs, self.in_dims, strict=True) if dim == 0]
-        return own or self.inputs  # a closure does not say what belongs to systems
+        if all(dim is None for dim in self.in_dims):
+            return self.inputs  # a closure does not say what belongs to systems
+        pairs = zip(self.inputs, self.in_dims, strict=True)
+        return [_systems_first(item, dim) for item, dim in pairs if dim is not None]
 
     @property
     def floor(self) -> float:
@@ -270,7 +272,7 @@ class Problem:
     def rows(self, index: Tensor) -> "Problem":
         """The same problem on a subset of systems."""
         scope = self.scope.rows(index, self.num_systems) if self.can_slice else None
-        return _Slice(self, index, scope) if scope else _Embedding(self, index)
+        return _Slice(self, index, scope) if scope else Embedding(self, index)
 
     @property
     def can_slice(self) -> bool:
@@ -322,14 +324,18 @@ class _Slice(Problem):
                 return item
             return tree_map(lambda leaf: leaf.index_select(dim, index) if isinstance(leaf, Tensor) else leaf, item)
 
+        def take_known(leaf: Any) -> Any:
+            rowed = isinstance(leaf, Tensor) and leaf.dim() > 0 and len(leaf) == whole.num_systems
+            return leaf.index_select(0, index) if rowed else leaf
+
         inputs = tuple(take(item, dim) for item, dim in zip(whole.inputs, whole.in_dims, strict=True))
-        context = take(whole.context, 0)
+        context = tree_map(take_known, whole.context)  # nobody said what in it belongs to systems
         spec = whole.spec.rows(len(index))
         super().__init__(whole.f, spec, inputs, in_dims=whole.in_dims, context=context, plain=whole.plain)
         self.scope, self.autocast, self._checked, self._calls = scope, whole.autocast, whole._checked, whole._calls
 
 
-class _Embedding(Problem):
+class Embedding(Problem):
     """Some systems of a problem that cannot be taken apart: f is evaluated on all of them.
 
     The other systems hold the state they were last evaluated at, or zero.
@@ -344,22 +350,28 @@ class _Embedding(Problem):
     def num_systems(self) -> int:
         return len(self.index)
 
-    def _widen(self, z: Leaves) -> Leaves:
+    def widened(self, z: Leaves) -> Leaves:
+        """These systems among all."""
         wide = [leaf.new_zeros((self.whole.num_systems, leaf.shape[1])) for leaf in z]
         return _leaves.put_rows(wide, self.index, z)
 
     def evaluate(self, z: Leaves) -> Leaves:
-        return _leaves.take_rows(self.whole.evaluate(self._widen(z)), self.index)
+        return _leaves.take_rows(self.whole.evaluate(self.widened(z)), self.index)
 
     def jvp(self, z: Leaves, v: Leaves) -> Leaves:
-        return _leaves.take_rows(self.whole.jvp(self._widen(z), self._widen(v)), self.index)
+        return _leaves.take_rows(self.whole.jvp(self.widened(z), self.widened(v)), self.index)
 
     def rows(self, index: Tensor) -> Problem:
-        return _Embedding(self.whole, self.index.index_select(0, index))
+        return Embedding(self.whole, self.index.index_select(0, index))
 
     @property
     def can_slice(self) -> bool:
         return False
+
+
+def _systems_first(item: Any, dim: int) -> Any:
+    """An input whose axis `dim` indexes systems, with that axis in front; as it is where it is there."""
+    return item if dim == 0 else tree_map(lambda leaf: leaf.movedim(dim, 0) if isinstance(leaf, Tensor) else leaf, item)
 
 
 def pullback(fz: Leaves, z: Leaves, u: Leaves) -> Leaves:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from equipoise._errors import require_count, require_number
 from equipoise._module import override
 from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
+from equipoise.tasks.language_model import VOCABULARY
 from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config, require_equilibrium
 from equipoise.train.schedule import keyed_uniform
 
@@ -219,9 +220,9 @@ def _solving(
 
 
 def _vocabulary(run: Path) -> Vocabulary:
-    path = run / "vocabulary.json"
+    path = run / VOCABULARY
     if not path.is_file():
-        path = home_of(find_checkpoint(run)) / "vocabulary.json"
+        path = home_of(find_checkpoint(run)) / VOCABULARY
     if not path.is_file():
-        raise FileNotFoundError(f"{run} has no vocabulary.json: it is not the run of a language model.")
+        raise FileNotFoundError(f"{run} has no {VOCABULARY}: it is not the run of a language model.")
     return vocabulary_from_state(json.loads(path.read_text(encoding="utf-8")))

@@ -201,19 +201,23 @@ def arrays(data: bytes, what: object) -> dict[str, Any]:
         return {name: packed[name] for name in packed.files}
 
 
+def pictures_in(folder: Path, suffixes: Sequence[str] = PICTURES) -> list[Path]:
+    """Pictures of a folder at any depth, sorted; what is hidden, as programs leave it behind (._0.jpg), is none."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix.lower() in suffixes and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+
+
 def class_folders(root: Path) -> tuple[list[str], list[tuple[Path, int]]]:
     """Names of the classes in a folder of class folders, sorted, and each picture with the number of its class.
 
-    What is hidden, as programs leave it behind (.ipynb_checkpoints, ._0.jpg), is neither a class nor a picture.
+    What is hidden, as programs leave it behind (.ipynb_checkpoints), is no class.
     """
     folders = sorted(entry for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
     names = [folder.name for folder in folders if not folder.name.startswith(".")]
-    found = [
-        (path, number)
-        for number, name in enumerate(names)
-        for path in sorted((root / name).rglob("*"))
-        if path.suffix.lower() in PICTURES and not any(part.startswith(".") for part in path.relative_to(root).parts)
-    ]
+    found = [(path, number) for number, name in enumerate(names) for path in pictures_in(root / name)]
     if not found:
         raise MissingDataError(f"{root} has no class folders with pictures in them (CLASS/*.jpg).")
     return names, found

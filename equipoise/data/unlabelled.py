@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from equipoise.data.files import DamagedDataError, MissingDataError, Source, read_text
-from equipoise.data.image_files import PICTURES, DataDir, covering, opened
+from equipoise.data.image_files import PICTURES, DataDir, covering, opened, pictures_in
 from equipoise.data.image_sets import CIFAR10_MEAN, CIFAR10_STD, IMAGENET_MEAN, IMAGENET_STD, MNIST_MEAN, MNIST_STD
 from equipoise.data.images import IGNORE, IMAGES, Decoded, ImageData, hold, load_images
 from equipoise.data.text import CORPORA, TextCorpus
@@ -77,7 +77,7 @@ def look_of(name: str, data_dir: DataDir = None, options: Mapping[str, Any] | No
 def unlabelled_images(folder: str | os.PathLike[str], look: Look, classes: int, masks: bool) -> ImageData:
     """Pictures of a folder, at any depth, as a set of training images; the labels are empty ones.
 
-    A picture is scaled until it covers the size of the look, and its middle is kept.
+    A picture is scaled until it covers the size of the look, and its middle is kept. What is hidden is no picture.
 
     Args:
         folder: Where the pictures are.
@@ -89,7 +89,7 @@ def unlabelled_images(folder: str | os.PathLike[str], look: Look, classes: int, 
     if not folder.is_dir():
         there = "is a file; give the folder that holds it" if folder.exists() else "is not there"
         raise MissingDataError(f"inputs: expected a folder of pictures, but {folder} {there}.")
-    paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+    paths = [path for path in pictures_in(folder, SUFFIXES) if path.is_file()]
     if not paths:
         raise MissingDataError(f"inputs: {folder} has no pictures in it; sought at any depth: {', '.join(SUFFIXES)}.")
     if len(look.mean) not in _MODES:

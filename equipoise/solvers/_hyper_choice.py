@@ -23,6 +23,7 @@ def hyper_solver_for(
     deq: "DEQ",
     *inputs: Any,
     context: Any = None,
+    z0: Any = None,
     base: nn.Module | None = None,
     budget: float | None = 0.04,
     **settings: Any,
@@ -38,6 +39,7 @@ def hyper_solver_for(
         deq: What to solve for.
         *inputs: Of the DEQ.
         context: Likewise, where it is called with one: the initialiser reads that.
+        z0: Likewise.
         base: The model whose parameters count; the DEQ's cell if None.
         budget: Largest share of the model's parameters; None for any.
         **settings: Of `HyperConfig`; `source=None` for no initialiser.
@@ -48,7 +50,7 @@ def hyper_solver_for(
     for name in settings:
         if name not in known:
             raise unknown_name("setting of a learned solver", name, known)
-    start = deq.start(*inputs)
+    start = deq.start(*inputs) if z0 is None else z0
     problem = deq.problem(*inputs, z0=start, context=context)
     found = _detected(problem)
     # Learned weights by position reach the equilibrium sooner than weights by sequence; see docs/hyper.md.
@@ -56,7 +58,7 @@ def hyper_solver_for(
     config = HyperConfig(**{**found, **settings})
     if "local" not in settings and config.solves and not config.learns_steps:
         config = dataclasses.replace(config, local=False)  # Anderson's are by sequence
-    if any(bool(leaf.any()) for leaf in tree_tensors(start)) and "warm" not in settings:
+    if z0 is None and "warm" not in settings and any(bool(leaf.any()) for leaf in tree_tensors(start)):
         config = dataclasses.replace(config, warm="replace")  # else the initialiser would never be asked
     if budget is not None:
         require_number("hyper_solver_for", "budget", budget, low=0.0, open_low=True)
@@ -70,12 +72,18 @@ def _detected(problem: Problem) -> dict[str, Any]:
     spec, x = problem.spec, source_of(problem)
     shapes = [shape[spec.batch_dims :] for shape in spec.shapes]
     ranks = {len(shape) for shape in shapes}
-    if spec.batch_dims == 1 and ranks == {2} and (x is None or (x.dim() == 3 and x.shape[1] == shapes[0][0])):
+    lengths = {shape[0] for shape in shapes if len(shape) == 2}
+    if spec.batch_dims == 1 and ranks == {2} and len(lengths) == 1 and (x is None or _of_length(x, *lengths)):
         return {"kind": "sequence", "state": [s[1] for s in shapes], "source": None if x is None else x.shape[2]}
     if spec.batch_dims == 1 and ranks == {3} and (x is None or x.dim() == 4):
         return {"kind": "images", "state": [s[0] for s in shapes], "source": None if x is None else x.shape[1]}
     source = None if x is None or spec.batch_dims != 1 else x.shape[1:].numel()
     return {"kind": "any", "state": [shape.numel() for shape in shapes], "source": source}
+
+
+def _of_length(x: torch.Tensor, length: int) -> bool:
+    """Whether an input is a sequence (N, length, ...)."""
+    return x.dim() == 3 and x.shape[1] == length
 
 
 def _within(config: HyperConfig, most: float, fixed: set[str]) -> HyperConfig:

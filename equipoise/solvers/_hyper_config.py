@@ -82,6 +82,10 @@ class HyperConfig:
             )
         if self.local and self.compression == "mean":
             raise ValueError('HyperAnderson: a mean over positions has no place where each is by itself; use "last".')
+        if self.plain_sum and self.weights == "newest":
+            raise ValueError(
+                'HyperAnderson: plain_sum adds the residuals of remembered steps; "newest" remembers none.'
+            )
         if self.warm not in WARM:
             raise unknown_name("way with a start", self.warm, WARM)
 

@@ -46,12 +46,13 @@ def save_solver(
 
     Args:
         solver: What to write.
-        path: The file, by custom solver.safetensors; its folder is made if need be.
+        path: The file, by custom solver.safetensors, whose folder is made if need be; or a folder that is there.
         model: What it was fitted to; None if that is not to be checked when it is loaded.
         notes: Plain values to keep with it, e.g. how it was fitted.
         dtype: What weights are rounded to, for small files; None to keep them as they are.
     """
     path = Path(path)
+    path = path / FILE if path.is_dir() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {
         "format": "pt",

@@ -164,7 +164,6 @@ class Sketch(nn.Module):
     def __init__(self, leaves: int, size: int, stretches: int = 64) -> None:
         super().__init__()
         self.stretches, self.out = stretches, nn.Linear(leaves * stretches, size, bias=False)
-        self._signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def forward(self, g: Leaves) -> Tensor:
         sums = [self._sums(_numbers(leaf)) for leaf in g]
@@ -172,15 +171,26 @@ class Sketch(nn.Module):
 
     def _sums(self, leaf: Tensor) -> Tensor:
         n = leaf.shape[1]
-        width, key = math.ceil(n / self.stretches), (n, leaf.dtype, leaf.device)
-        if key not in self._signs:  # kept, because a step consists of few operations
-            with torch.inference_mode(False):
-                # Multiples of the golden ratio are spread evenly over an interval: no pattern that a state follows.
-                upper = (torch.arange(n, device=leaf.device) * 40_503) % 65_536 < 32_768
-                size = 1 / math.sqrt(width)  # so that a sum is as large as what is summed
-                self._signs[key] = torch.where(upper, size, -size).to(leaf.dtype)
-        signed = pad(leaf * self._signs[key], (0, width * self.stretches - n))
-        return signed.unflatten(1, (self.stretches, width)).sum(2)
+        width = math.ceil(n / self.stretches)
+        signed = pad(leaf * _signs(n, leaf.dtype, leaf.device), (0, width * self.stretches - n))
+        return signed.unflatten(1, (self.stretches, width)).sum(2) / math.sqrt(width)  # as large as what is summed
+
+
+def _signs(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The first signs of the pattern; kept, because a step consists of few operations, by powers of two, for good."""
+    size = 1 << max(0, count - 1).bit_length()
+    key = (size, dtype, device)
+    if torch.compiler.is_compiling() or key not in _kept_signs:
+        with torch.inference_mode(False):
+            # Multiples of the golden ratio are spread evenly over an interval: no pattern that a state follows.
+            made = torch.where((torch.arange(size, device=device) * 40_503) % 65_536 < 32_768, 1.0, -1.0).to(dtype)
+        if torch.compiler.is_compiling():
+            return made[:count]
+        _kept_signs[key] = made
+    return _kept_signs[key][:count]
+
+
+_kept_signs: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 # The next step

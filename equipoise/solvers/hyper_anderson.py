@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from equipoise import _leaves
 from equipoise._history import History
-from equipoise._problem import StateSpec
+from equipoise._problem import Embedding, StateSpec
+from equipoise._stop import precision_floor
 from equipoise._tree import Leaves, tree_tensors
 from equipoise.solvers import _hyper_nets as nets
 from equipoise.solvers._hyper_config import HyperConfig
@@ -41,6 +43,7 @@ class HyperState(State):
         lengthening: (N,) step length of the newest step, less one.
         positions: Rows of each system.
         count: Steps so far.
+        through: Whether autograd goes through weights of least squares.
         mixed: The combined residual of the newest step; kept where autograd is on, for fitting.
     """
 
@@ -52,6 +55,7 @@ class HyperState(State):
     lengthening: Tensor
     positions: int = 1
     count: int = 0
+    through: bool = True
     mixed: Leaves | None = None
 
     @property
@@ -186,8 +190,8 @@ class HyperAnderson(Solver, nn.Module):
         self.check_state(problem.spec)
         if self.initialiser is None:
             return z
-        if z[0].shape[0] != problem.spec.num_systems:  # some systems of a whole, which come with a start of their own
-            return z
+        if isinstance(problem, Embedding):  # some systems of a whole, whose inputs are those of all
+            return _leaves.take_rows(self.guess(problem.whole, problem.widened(z)), problem.index)
         from equipoise.ops.start import image_start, kept
 
         x, like, keep = _checked_source(problem, self.config), _shaped(problem.spec, z), self.config.warm == "keep"
@@ -199,15 +203,21 @@ class HyperAnderson(Solver, nn.Module):
     def check_state(self, spec: StateSpec) -> None:
         """Raise if the networks are for states of another form: sizes of one leaf, or their number, would not fit."""
         config = self.config
-        learned = any(part is not None for part in (self.initialiser, self.step, self.correction))
+        learned = config.local or any(part is not None for part in (self.initialiser, self.step, self.correction))
         sizes, sketched = _state_sizes(spec, config.kind), config.compression == "sketch" and not config.local
         sized = self.initialiser is not None or self.correction is not None
-        free = not sized and (sketched or not config.learns_steps)
+        free = not (sized or config.local) and (sketched or not config.learns_steps)
         if learned and (len(sizes) != len(config.state) if free else sizes != config.state):
             raise ValueError(
                 f"HyperAnderson: made for {_FORMS[config.kind]}, {_listed(config.state)} by leaf, but this state has "
                 f"leaves of shape {', '.join(str(tuple(shape)) for shape in spec.shapes)}; fit one to this model "
                 "(fit_hyper_solver, `equipoise hyper RUN`)."
+            )
+        lengths = {shape[spec.batch_dims] for shape in spec.shapes} if config.kind == "sequence" and learned else set()
+        if len(lengths) > 1 and (sized or config.local):
+            raise ValueError(
+                f"HyperAnderson: made for sequences of one length, but the leaves of this state have "
+                f"{_listed(sorted(lengths))} positions; take it as flat (HyperAnderson.for_any, hyper_solver_for)."
             )
 
     # A step
@@ -262,7 +272,7 @@ class HyperAnderson(Solver, nn.Module):
             state.gram = self._with_products(state.gram, state.residuals.dots(g).squeeze(1), state.count)
         scores = None
         if self.step is not None:
-            scores, lengthening = (part.to(fz[0].dtype) for part in self.step(self._seen(shaped, state)))
+            scores, lengthening = (part.to(fz[0].dtype) for part in self.step(self._seen(shaped, state, fz)))
             if config.mixing:
                 state.lengthening = lengthening
         if config.weights == "newest":
@@ -276,28 +286,30 @@ class HyperAnderson(Solver, nn.Module):
         places = _places_by_age(self.config.memory, count, gram.device)
         return torch.cat([gram.flatten(1), row.to(gram.dtype)], dim=1).index_select(1, places).view_as(gram)
 
-    def _seen(self, g: Leaves, state: HyperState) -> Tensor:
+    def _seen(self, g: Leaves, state: HyperState, fz: Leaves) -> Tensor:
         """(N, k, features) what the step network is told of each remembered step; takes the newest one in.
 
         All of it is relative: the few numbers of a residual to its size, products to sizes, sizes to the newest one.
+        Of residuals that are rounding it is constant: derivatives of relative numbers grow without bound there.
         """
         assert self.compression is not None
         first = max(0, self.config.memory - state.count)
         few = self.compression([leaf.flatten(0, 1)[:, None] for leaf in g] if self.config.local else g)
         state.series = torch.cat([state.series[:, 1:], few[:, None].to(state.series.dtype)], dim=1)
-        series = state.series[:, first:]
-        products: list[Tensor] = []
+        series, known = state.series[:, first:], None
         if self._sees_products:
             assert state.gram is not None
             known = state.gram[:, first:, first:]
-            squares, unknowns = known.diagonal(dim1=1, dim2=2), sum(leaf[0].numel() for leaf in g) // state.positions
-            # Squares may be float64, what is made of their roots is not: the root of the least of those is infinite.
-            inverse = _inverse_roots(squares, series.dtype)
+        if torch.is_grad_enabled():
+            series, known = _constant_in_rounding(series, known, fz)
+        squares, unknowns = _squares(series, known), series.shape[2]
+        # Squares may be float64, what is made of their roots is not: the root of the least of those is infinite.
+        inverse = _inverse_roots(squares, series.dtype)
+        products: list[Tensor] = []
+        if known is not None and state.gram is not None:
+            unknowns = sum(leaf[0].numel() for leaf in g) // state.positions
             # Where nothing is remembered yet, products are zero: so is that part of the table.
             products = [state.gram[:, first:, :first], known * inverse[:, :, None] * inverse[:, None]]
-        else:
-            squares, unknowns = series.square().sum(dim=2), series.shape[2]
-            inverse = _inverse_roots(squares, series.dtype)
         relative = series * (inverse * math.sqrt(unknowns))[:, :, None].to(series.dtype)
         sizes = inverse.log10()
         decades = (sizes[:, -1:] - sizes).clamp(-MOST_DECADES, MOST_DECADES)[:, :, None]
@@ -312,8 +324,8 @@ class HyperAnderson(Solver, nn.Module):
             return self._normalised(scores)
         assert state.gram is not None
         first = max(0, self.config.memory - state.count)
-        # They are where corrections begin, and are not learned through: near the root their derivatives are huge.
-        best = least_squares(state.gram[:, first:, first:].detach(), state.weights.dtype)
+        gram = state.gram[:, first:, first:]
+        best = least_squares(gram if state.through else gram.detach(), state.weights.dtype)
         if scores is None or not self.config.learns_weights:
             return best
         return best + (scores - scores.mean(dim=1, keepdim=True))
@@ -346,6 +358,21 @@ class HyperAnderson(Solver, nn.Module):
 
     def __repr__(self) -> str:
         return f"HyperAnderson({self.config}, {self.num_parameters:,} parameters)"
+
+
+def _squares(series: Tensor, products: Tensor | None) -> Tensor:
+    """(N, k) sizes of remembered residuals, squared: by their products (N, k, k), or else by their few numbers."""
+    return series.square().sum(dim=2) if products is None else products.diagonal(dim1=1, dim2=2)
+
+
+def _constant_in_rounding(series: Tensor, products: Tensor | None, fz: Leaves) -> tuple[Tensor, Tensor | None]:
+    """Few numbers and products of residuals, as constants where these are rounding of images f(z)."""
+    least = (precision_floor(fz[0].dtype) * _leaves.norm(fz).detach()).square()  # (N,)
+    rounding = _squares(series, products) <= least[:, None]
+    series = torch.where(rounding[:, :, None], series.detach(), series)
+    if products is not None:
+        products = torch.where(rounding[:, :, None] | rounding[:, None], products.detach(), products)
+    return series, products
 
 
 def _inverse_roots(squares: Tensor, dtype: torch.dtype) -> Tensor:
@@ -479,7 +506,7 @@ def _state_sizes(spec: StateSpec, kind: str) -> tuple[int | None, ...]:
     )
 
 
-def _listed(sizes: tuple[int, ...]) -> str:
+def _listed(sizes: Iterable[int]) -> str:
     return ", ".join(map(str, sizes))
 
 
@@ -498,6 +525,14 @@ def _checked_source(problem: "Problem", config: HyperConfig) -> Tensor:
             "with a row per system. Use a solver without one (source=None) here."
         )
     axis, things = {"sequence": (-1, "features"), "images": (1, "channels")}.get(config.kind, (None, "numbers"))
+    form = {"sequence": (None, *problem.spec.shapes[0][1:2], None), "images": (None,) * 4}.get(config.kind)
+    if form is not None and not (
+        x.dim() == len(form) and all(n in (None, m) for n, m in zip(form, x.shape, strict=True))
+    ):
+        raise ValueError(
+            f"HyperAnderson: the initialiser reads an input as its state, {_FORMS[config.kind]}, and the state has "
+            f"shape {tuple(problem.spec.shapes[0])}; the first input has {tuple(x.shape)}. Pass one as context."
+        )
     size = x.shape[1:].numel() if axis is None else x.shape[axis]
     if size != config.source:
         raise ValueError(

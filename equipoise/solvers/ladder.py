@@ -80,13 +80,19 @@ def _put_back(outcome: "Outcome", problem: "Problem", z: Leaves, stop: Stop) -> 
     if len(unsolved) == 0:
         return
     given, part = _leaves.take_rows(z, unsolved), problem.rows(unsolved)
+    once = Stop(stop.rtol, stop.atol, max_steps=1, norm=stop.norm)
     with torch.no_grad():
-        residual = Picard().run(part, given, Stop(rtol=0.0, max_steps=1, norm=stop.norm)).stats.residual
-    worse = ~(outcome.stats.residual.index_select(0, unsolved) <= residual)  # also where it is not a number
+        there = Picard().run(part, given, once).stats
+    stats = outcome.stats
+    worse = ~(stats.residual.index_select(0, unsolved) <= there.residual)  # also where it is not a number
     rows = unsolved[worse]
     outcome.value = _leaves.put_rows(outcome.value, rows, _leaves.take_rows(z, rows))
-    known = outcome.stats.residual
-    outcome.stats = dataclasses.replace(outcome.stats, residual=known.index_copy(0, rows, residual[worse]))
+    status = torch.where(there.ok, there.status, stats.status.index_select(0, unsolved))  # it may be an equilibrium
+    outcome.stats = dataclasses.replace(
+        stats,
+        status=stats.status.index_copy(0, rows, status[worse]),
+        residual=stats.residual.index_copy(0, rows, there.residual[worse]),
+    )
 
 
 def _merge(stats: "Stats", index: Tensor, later: "Stats") -> "Stats":

@@ -19,7 +19,7 @@ from equipoise._module import DEQ, deqs_in, override
 from equipoise._problem import Problem
 from equipoise._solution import Solution
 from equipoise._stop import Stop, tiny_norm
-from equipoise._tree import Leaves
+from equipoise._tree import Leaves, tree_map
 from equipoise.solvers import Broyden, Solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 
@@ -185,6 +185,7 @@ class Target:
         deq: Whose solve it was.
         inputs: Of the DEQ.
         accepted: Share of the systems whose equilibrium was found; these are the ones that are left.
+        given: Whether the model said where the solve begins, instead of the DEQ.
     """
 
     problem: Problem
@@ -194,6 +195,7 @@ class Target:
     deq: DEQ
     inputs: tuple[Any, ...]
     accepted: float = 1.0
+    given: bool = False
 
     def rows(self, index: Tensor) -> "Target":
         """Some of its systems."""
@@ -220,6 +222,8 @@ def find_targets(
 ) -> tuple[list[Target], Any]:
     """The equilibria of a model on a batch, by a classic solver, and what the next batch needs.
 
+    Of a DEQ in the cell of another one, the solves are not taken down: those are parts of f.
+
     Args:
         model: A DEQ, or a module that contains some.
         batch: Inputs.
@@ -228,23 +232,40 @@ def find_targets(
         carry: What the batch before left.
     """
     targets: list[Target] = []
+    within = 0  # how many solves the present one is a part of
+
+    def enter(deq: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal within
+        within += 1
 
     def note(deq: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], solution: Solution) -> None:
+        nonlocal within
+        within -= 1
+        if within:
+            return
         assert isinstance(deq, DEQ)
-        z0 = options.get("z0")
+        z0, inputs = tree_map(_detached, (options.get("z0"), inputs))
         problem: Problem = solution.problem  # type: ignore[assignment]
+        # What made the batch may be about to be trained: it is not learned here, and its graph is left whole.
+        problem.inputs, problem.context = tree_map(_detached, (problem.inputs, problem.context))
         start, root = (problem.start(tree) for tree in (deq.start(*inputs) if z0 is None else z0, solution.value))
-        targets.append(Target(problem, start, [leaf.clone() for leaf in root], solution.stats.residual, deq, inputs))
+        root, residual = [leaf.clone() for leaf in root], solution.stats.residual
+        targets.append(Target(problem, start, root, residual, deq, inputs, given=z0 is not None))
 
     deqs = deqs_in(model)
     with override(model, solver=settings.solver, stop=settings.stop), torch.no_grad(), settings.mode(model):
-        hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
+        hooks = [deq.register_forward_pre_hook(enter) for deq in deqs]
+        hooks += [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
         try:
             carry = (forward or call_model)(model, batch, carry)
         finally:
             for hook in hooks:
                 hook.remove()
     return targets, carry
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def call_model(model: nn.Module, batch: Any, carry: Any) -> None:
@@ -297,6 +318,8 @@ def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> L
     if settings.plain:
         solver = solver.plainly()
     z, state = solver.guess(problem, target.start), solver.empty_state(target.start)
+    # Weights of least squares are where corrections begin; near the root their derivatives are huge.
+    state.through = False
     initial, size = _distance(z, root), _leaves.norm(root).clamp_min(tiny_norm(root[0].dtype))
     limit = FAR * (size + initial.detach())
     if not settings.joint:
@@ -307,7 +330,8 @@ def _unrolled(solver: HyperAnderson, target: Target, settings: FitSettings) -> L
         fz = _evaluate(problem, z, settings.checkpoint and k > 0)
         with torch.no_grad():
             relative.append(_distance(fz, z) / _leaves.norm(fz).clamp_min(tiny_norm(fz[0].dtype)))
-        z, state = solver.advance(problem.spec, z, fz, state, problem.residual(z, fz))
+        # Not `problem.residual`, which would keep the last ones, with all that autograd knows of them.
+        z, state = solver.advance(problem.spec, z, fz, state, _leaves.subtract(fz, z))
         z = _near(z, root, limit)
         distance = _distance(z, root)
         if settings.logarithm:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from equipoise._module import own_parameters
+from equipoise._module import own_buffers, own_parameters
 from equipoise._scope import SolveScope
 from equipoise._tree import tree_map
 from equipoise.tasks._hyper_losses import FitSettings, Forward, NoEquilibriaError, Target, find_targets
@@ -39,7 +39,6 @@ class Pool:
         seconds: float | None = None,
     ) -> None:
         self.found_by = found_by(settings)
-        self._weights = _versions(model)
         started, carry, shares = time.perf_counter(), None, []
         scope = constant_scope()
         self._batches: list[list[Target]] = []
@@ -53,6 +52,7 @@ class Pool:
                     break
         if not self._batches:
             raise NoEquilibriaError(model, settings, solved=bool(shares))
+        self._weights = _versions(model)
         self.seconds, self.accepted = time.perf_counter() - started, sum(shares) / len(shares)
 
     def __len__(self) -> int:
@@ -72,11 +72,11 @@ class Pool:
 
 
 def _versions(model: nn.Module) -> list[tuple[int, int, int]]:
-    """Which parameters there are, and how often each was written to; learned solvers are no part of the model."""
+    """Which parameters and buffers there are, and how often each was written to; learned solvers are no part of it."""
     found = {}
-    for parameter in own_parameters(model):
-        version = 0 if parameter.is_inference() else parameter._version
-        found[id(parameter)] = (id(parameter), parameter.data_ptr(), version)
+    for tensor in (*own_parameters(model), *own_buffers(model)):
+        version = 0 if tensor.is_inference() else tensor._version
+        found[id(tensor)] = (id(tensor), tensor.data_ptr(), version)
     return list(found.values())
 
 

@@ -204,6 +204,7 @@ def fit_hyper_solver(
         progress: Whether to show a progress bar to a person at a terminal.
         **sizes: Of `hyper_solver_for`, where `solver` is not given.
     """
+    require_count("fit_hyper_solver", "log_every", log_every)
     if seconds is not None:
         require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
     _require_gradients()
@@ -320,8 +321,22 @@ def _made_for(
         raise ValueError(f"{type(model).__name__} solved for no equilibrium on the first batch: is it a DEQ?")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(settings.seed)  # not those of devices, whose numbers others draw
-        deq, problem = targets[0].deq, targets[0].problem
-        return hyper_solver_for(deq, *targets[0].inputs, context=problem.context, base=model, **sizes)
+        first = targets[0]
+        z0 = first.problem.spec.unflatten(first.start) if first.given else None
+        solver = hyper_solver_for(first.deq, *first.inputs, context=first.problem.context, z0=z0, base=model, **sizes)
+    for target in targets[1:]:
+        try:
+            solver.check_state(target.problem.spec)
+        except ValueError as error:
+            raise ValueError(
+                f"{type(model).__name__} solves for states of different forms, {_shapes(first)} and {_shapes(target)}: "
+                "fit a solver to one of its DEQs, and set that one's plan."
+            ) from error
+    return solver
+
+
+def _shapes(target: Target) -> str:
+    return " and ".join(str(tuple(shape)) for shape in target.problem.spec.shapes)
 
 
 def _stream(batches: Iterable[Any] | Callable[[int], Any]) -> Iterator[Any]:

@@ -17,6 +17,9 @@ from equipoise.tasks.base import Splits, Task, mean_metrics, register_task
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
+VOCABULARY = "vocabulary.json"
+"""File of a run: what its tokens mean."""
+
 
 @dataclass(frozen=True)
 class LanguageModelConfig:
@@ -104,7 +107,7 @@ class LanguageModelTask(Task):
         return {"vocab_size": len(self.corpus.vocabulary)}
 
     def artifacts(self) -> dict[str, Any]:
-        return {"vocabulary.json": self.corpus.vocabulary.state()}
+        return {VOCABULARY: self.corpus.vocabulary.state()}
 
     def items(self, batch: Segment) -> tuple[int, str]:
         return batch.inputs.numel(), "tokens"

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,9 +142,9 @@ def score_run(
         opened: The run, if it has been loaded already.
 
     Returns:
-        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, `guard`, `sweep`, `changes`),
-        `results` with for each point the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`,
-        and the environment.
+        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver` and whether it is the model's own,
+        `own_solver`, `guard`, `sweep`, `changes`), `results` with for each point the metrics, the residuals and
+        evaluations (`solve`) and `seconds`, `warnings`, and the environment.
     """
     if steps and sweep:
         raise ValueError(f"steps are a sweep of {BUDGET}; give either them or the sweep of {sweep.key}.")
@@ -159,15 +159,17 @@ def score_run(
         )
     opened.task.metrics()  # imports what the first score would else be charged for
     by = chosen_solver(opened.model, solver, force=force, guard=guard)
+    own = by is None or by == plan_of(opened.model).solver
     with override(opened.model, solver=by) if by is not None else contextlib.nullcontext():
         results = [_point(opened, split, sweep, value) for value in _shown(sweep.values if sweep else (None,))]
-        used = _described(plan_of(opened.model).solver) if deqs_in(opened.model) else None
+        used = _solver_used(opened.model)
     return {
         "run": str(run),
         "checkpoint": str(opened.folder),
         "split": split,
         "metric": opened.task.score,
         "solver": used,
+        "own_solver": own,
         "guard": guard,
         "sweep": sweep.key if sweep else None,
         "changes": list(changes),
@@ -176,6 +178,18 @@ def score_run(
         "data": opened.splits.info,
         "environment": environment(),
     }
+
+
+def scored_as_it_is(record: Mapping[str, Any], model: nn.Module) -> bool:
+    """Whether a record of `score_run` is of a model's own solver and settings; budgets of steps may be others.
+
+    Args:
+        record: What was written.
+        model: The one that was scored.
+    """
+    own = record.get("own_solver", not record.get("guard"))  # older records tell kinds of solvers apart, no more
+    as_set = record.get("sweep") in (None, BUDGET) and not record.get("changes")
+    return own and as_set and record.get("solver") == _solver_used(model)
 
 
 def chosen_solver(model: nn.Module, name: str | None, *, force: bool = False, guard: bool = False) -> Solver | None:
@@ -199,8 +213,11 @@ def chosen_solver(model: nn.Module, name: str | None, *, force: bool = False, gu
     return Ladder((first, Anderson()))
 
 
-def _described(solver: Solver) -> str:
-    """The kind of a solver, of a guarded one with its stages."""
+def _solver_used(model: nn.Module) -> str | None:
+    """The kind of solver in evaluations of a model, of a guarded one with its stages; None without equilibria."""
+    if not deqs_in(model):
+        return None
+    solver = plan_of(model).solver
     stages = solver.stages if isinstance(solver, Ladder) else ()
     name = type(solver).__name__
     return f"{name} ({', '.join(type(stage).__name__ for stage in stages)})" if stages else name
@@ -262,16 +279,24 @@ def doubts(results: Sequence[dict[str, Any]], metric: str, key: str | None = Non
     best = min(solved, key=lambda result: result["solve"]["residual_p95"], default=None)
     if best is None or len(solved) < 2:
         return said
-    most = AGREEMENT * (1.0 if metric.endswith("error") else abs(best[metric]))
+    share = metric.endswith("error")
+    most = AGREEMENT * (1.0 if share else abs(best[metric]))
     off = [result for result in solved if not abs(result[metric] - best[metric]) <= most]
     if off:
         farthest = max(off, key=lambda result: abs(result[metric] - best[metric]))
         said.append(
-            f"{_at(off, key)}{metric} is up to {abs(farthest[metric] / best[metric] - 1):.1%} off that of the best "
+            f"{_at(off, key)}{metric} is up to {_apart(farthest[metric], best[metric], share)} off that of the best "
             f"solve ({farthest[metric]:.6g} beside {best[metric]:.6g}): a number that changes with the solve is not an "
             "equilibrium's."
         )
     return said
+
+
+def _apart(value: float, best: float, share: bool) -> str:
+    """How far two values of a metric are apart: shares in points, others relative to the best, if that is not 0."""
+    if share:
+        return f"{100 * abs(value - best):.3g} points"
+    return f"{abs(value / best - 1):.1%}" if best else f"{abs(value - best):.3g}"
 
 
 def _at(results: Sequence[dict[str, Any]], key: str | None) -> str:

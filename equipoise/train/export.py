@@ -11,14 +11,19 @@ from torch import nn
 
 from equipoise.solvers import HyperAnderson, WrongModelError, load_solver, save_solver
 from equipoise.solvers._hyper_file import FILE as SOLVER
+from equipoise.tasks.language_model import VOCABULARY
 from equipoise.train.checkpoint import CONFIG, MODEL, SAVE_DTYPES, save_checkpoint
-from equipoise.train.evaluate import SOLVED
+from equipoise.train.evaluate import SOLVED, scored_as_it_is
 from equipoise.train.load import find_checkpoint, home_of, load, read_config
+from equipoise.train.loop import LOG
+from equipoise.train.recipe import Recipe
+from equipoise.train.schedule import PlanSchedule
 from equipoise.train.tracking import read_metrics, written_scores
 
-CARD, METRICS, ENVIRONMENT = "README.md", "metrics.jsonl", "env.json"
+CARD, ENVIRONMENT = "README.md", "env.json"
 _NOT_SCORES = ("loss", "bits_per_token", "error", "miou_error")
 _BY_CLASS = "iou_"
+_UNKNOWN = "No scores of these weights were found: `equipoise evaluate` writes them."
 
 
 def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str = "bf16") -> Path:
@@ -42,9 +47,9 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
         raise FileExistsError(f"export: {out} is there and is not an exported model; give a new folder.")
     home, model, config = home_of(folder), load(folder), read_config(folder)
     solver = _own_solver(home, model)  # before anything is written
-    card = _card(out.name, home, config, sum(p.numel() for p in model.parameters()), dtype)
+    card = _card(out.name, folder, model, config, dtype)
     save_checkpoint(out, model, config, save_dtype=dtype)
-    for name in ("vocabulary.json", "classes.json"):
+    for name in (VOCABULARY, "classes.json"):
         if (home / name).is_file():
             shutil.copy(home / name, out / name)
     if solver is not None:  # of the new weights: rounding moves equilibria a little
@@ -68,15 +73,21 @@ def _own_solver(home: Path, model: nn.Module) -> HyperAnderson | None:
         return None
 
 
-def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dtype: str) -> str:
-    records = read_metrics(home / METRICS) if (home / METRICS).is_file() else []
-    results = [*_validated(records), *_evaluated(home)]
+def _card(name: str, folder: Path, model: nn.Module, config: Mapping[str, Any], dtype: str) -> str:
+    home, step = home_of(folder), _step_of(folder)
+    records = read_metrics(home / LOG) if (home / LOG).is_file() else []
+    # The log goes on after this checkpoint, and a fit that it has at this step came before the next one.
+    here = [record for record in records if record["step"] == step and "hyper" not in record]
+    schedule = Recipe.from_data(config, str(folder / CONFIG)).schedule(model)
+    results = [*_validated(here, schedule), *_evaluated(folder, model)]
     rows = [[split, budget, _scores(values), _residual(residual)] for split, budget, values, residual in results]
     task, made_for = config["task"]["name"], config["model"]["name"]
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = _trained(records[0], here, step, home) if records else ""
     lines = [
         f"# {name}",
         "",
-        f"`{made_for}` with {parameters:,} parameters, in {dtype}, for the task `{task}`{_trained(records, home)}.",
+        f"`{made_for}` with {parameters:,} parameters, in {dtype}, for the task `{task}`{trained}.",
         f"All settings: `{CONFIG}`.",
         "",
         "```python",
@@ -85,39 +96,56 @@ def _card(name: str, home: Path, config: Mapping[str, Any], parameters: int, dty
         f'model = equipoise.load("pretrained/{name}")',
         "```",
         "",
-        *_table(rows),
-        *(_by_class(*results[-1][:3]) if results else []),
-        "Scores are those of the weights before rounding. The residual is ‖f(z) − z‖ / ‖f(z)‖, 95th percentile;",
-        f"above {SOLVED:g} the number is that of a network of so many steps, not of an equilibrium.",
+        *(_scored(rows, _by_class(*results[-1][:3])) if results else [_UNKNOWN]),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _trained(records: list[dict[str, Any]], home: Path) -> str:
-    if not records:
-        return ""
-    data = records[0].get("data", {})
+def _step_of(folder: Path) -> int | None:
+    """The step of a checkpoint of a run; None of a folder by itself."""
+    digits = folder.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else None
+
+
+def _trained(first: Mapping[str, Any], here: list[dict[str, Any]], step: int | None, home: Path) -> str:
+    """On what, for how long and where.
+
+    Args:
+        first: Record of the log, which says what the data are.
+        here: Records at the step of the checkpoint.
+        step: Of the checkpoint, if known.
+        home: Where the run's files lie.
+    """
+    data = first.get("data", {})
     source = data.get("corpus") or data.get("data")
     devices = json.loads((home / ENVIRONMENT).read_text())["devices"] if (home / ENVIRONMENT).is_file() else []
     what = f" on {source}" if source else ""
+    how_long = "" if step is None else f" for {step:,} steps"
+    minutes = f" in {here[-1]['seconds'] / 60:.1f} minutes" if here else ""
     where = f" on one {devices[0].replace('cpu', 'CPU')}" if devices else ""
-    return f", trained{what} for {records[-1]['step']:,} steps in {records[-1]['seconds'] / 60:.1f} minutes{where}"
+    return f", trained{what}{how_long}{minutes}{where}"
 
 
-_Result = tuple[str, str, Mapping[str, Any], float | None]  # split, budget, values, residual
+_Result = tuple[str, str, Mapping[str, Any], float | str | None]  # split, budget, values, residual
 
 
-def _validated(records: list[dict[str, Any]]) -> Iterator[_Result]:
-    """Of the last evaluation in training."""
-    last: dict[str, Any] = next((record for record in reversed(records) if "valid" in record), {})
-    for budget, values in ({"as set": last["valid"], **last.get("valid_at", {})} if last else {}).items():
+def _validated(here: list[dict[str, Any]], schedule: PlanSchedule | None) -> Iterator[_Result]:
+    """Of the evaluation of these weights in training, unless it was of a warm-up's stack or by an opening's solver."""
+    found = next((record for record in reversed(here) if "valid" in record), None)
+    if found is None or (schedule and schedule.at(found["step"]).eval_plan != schedule.final().eval_plan):
+        return
+    for budget, values in {"as set": found["valid"], **found.get("valid_at", {})}.items():
         yield "valid", budget, values, values.get("solve_residual_p95")
 
 
-def _evaluated(home: Path) -> Iterator[_Result]:
-    """Of what `evaluate` wrote last for the test data."""
-    newest = next(iter(written_scores(home, "test")), None)
-    for result in json.loads(newest.read_text())["results"] if newest else ():
+def _evaluated(folder: Path, model: nn.Module) -> Iterator[_Result]:
+    """Of what `evaluate` wrote last for the test data, this checkpoint and the model as it is."""
+    home = home_of(folder)
+    records = (json.loads(path.read_text(encoding="utf-8")) for path in written_scores(home, "test"))
+    # Runs are moved, so names are compared; a folder by itself may have been renamed, and holds one checkpoint.
+    same = (r for r in records if home == folder or Path(r.get("checkpoint", "")).name == folder.name)
+    found = next((record for record in same if scored_as_it_is(record, model)), None)
+    for result in found["results"] if found else ():
         budget = "as set" if result.get("steps") is None else str(result["steps"])
         yield "test", budget, result, result.get("solve", {}).get("residual_p95")
 
@@ -137,12 +165,17 @@ def _by_class(split: str, budget: str, values: Mapping[str, Any]) -> list[str]:
     return [f"IoU by class, {split}, steps {budget}: {listed}.", ""]
 
 
-def _residual(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
+def _residual(value: float | str | None) -> str:
+    return "–" if value is None else f"{float(value):.1e}"  # a file has "inf" as text
 
 
-def _table(rows: list[list[str]]) -> list[str]:
-    if not rows:
-        return []
+def _scored(rows: list[list[str]], classes: list[str]) -> list[str]:
+    """The table of scores, and what is to be said of them."""
     head = ["split", "solver steps at most", "score", "residual"]
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * 4, *rows)] + [""]
+    return [
+        *(f"| {' | '.join(row)} |" for row in (head, ["---"] * 4, *rows)),
+        "",
+        *classes,
+        "Scores are those of the weights before rounding. The residual is ‖f(z) − z‖ / ‖f(z)‖, 95th percentile;",
+        f"above {SOLVED:g} the number is that of a network of so many steps, not of an equilibrium.",
+    ]

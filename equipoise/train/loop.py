@@ -1,6 +1,5 @@
 """One training loop for every task: set up, put the objects together, fit."""
 
-import json
 import os
 import time
 import warnings
@@ -39,7 +38,15 @@ from equipoise.train.schedule import Horizon, StepPlan, step_seed
 from equipoise.train.shares import Share, make_shares
 from equipoise.train.state import RunState, note_best
 from equipoise.train.statistics import restated, running_statistics
-from equipoise.train.tracking import MetricsWriter, Pace, StatsWindow, TensorboardMirror, environment, headline
+from equipoise.train.tracking import (
+    MetricsWriter,
+    Pace,
+    StatsWindow,
+    TensorboardMirror,
+    environment,
+    headline,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -98,7 +105,7 @@ def setup(recipe: Recipe, out: Path, resume: bool) -> "Accelerator":
     processes = Processes(accelerator)
     _claim(out, resume, processes)
     if processes.main:
-        _write_json(out / "env.json", environment())
+        write_json(out / "env.json", environment())
     return accelerator
 
 
@@ -142,7 +149,7 @@ class _Run:
                 f"alternate: a learned solver is fitted in one process, and these are {self.processes.count}, each "
                 "with rows of its own; train in one, or leave alternate.start out."
             )
-        alternation = Alternation(recipe.alternate) if recipe.alternate.start is not None else None
+        alternation = Alternation(recipe.alternate, seed=settings.seed) if recipe.alternate.start is not None else None
         self.state = RunState(self.model, stepper, shares, plateau, recipe.penalty.start(), average, alternation)
         self.horizon = Horizon(settings.steps, self.splits.epoch)
         if resume:
@@ -154,9 +161,9 @@ class _Run:
         if self.processes.main:  # after all else that can be refused, so that a refusal changes nothing
             if resume:  # before they are written anew, which would hide that they were others
                 check_artifacts(find_checkpoint(out, "latest"), self.config, task)
-            _write_json(out / "config.json", self.config)
+            write_json(out / "config.json", self.config)
             for name, values in task.artifacts().items():
-                _write_json(out / name, values)
+                write_json(out / name, values)
 
     def fit(self) -> Outcome:
         settings, state = self.recipe.train, self.state
@@ -535,7 +542,3 @@ def evaluate(
             if window is not None:
                 window.add(stats, stop)
     return task.report({name: float(value) for name, value in metrics.compute().items()})
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -12,9 +12,8 @@ from equipoise.data.unlabelled import look_of, unlabelled_images, unlabelled_tex
 from equipoise.data.vocabulary import vocabulary_from_state
 from equipoise.tasks import LanguageModelTask, Splits, Task
 from equipoise.tasks._vision import VisionTask
+from equipoise.tasks.language_model import VOCABULARY
 from equipoise.train.checkpoint import CheckpointError
-
-VOCABULARY = "vocabulary.json"
 
 
 def unlabelled_splits(task: Task, inputs: Path, home: Path, config: Mapping[str, Any]) -> Splits:

@@ -3,16 +3,17 @@
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
-from equipoise import Broyden, Plan, Stop, override
+from equipoise import Anderson, Broyden, Plan, Stop, override
 from equipoise.models import create_model
 from equipoise.train.checkpoint import CheckpointError
-from equipoise.train.evaluate import Sweep, doubts, evaluate_run, score_run, write_scores
+from equipoise.train.evaluate import Sweep, doubts, evaluate_run, score_run, scored_as_it_is, write_scores
 from equipoise.train.load import autocast_of, find_checkpoint, load, open_run, read_config
-from equipoise.train.loop import evaluate, train
+from equipoise.train.loop import evaluate, setup, train
 from tests.runs import COPY, recipe, text_recipe
 
 
@@ -104,6 +105,36 @@ def test_a_record_says_what_was_scored(run):
     assert (record["split"], record["solver"], record["sweep"]) == ("valid", "Anderson", None)
     assert record["data"]["length"] == 5
     assert record["environment"]["packages"]["torch"] == str(torch.__version__)
+
+
+@pytest.mark.parametrize(
+    ("options", "own"),
+    [
+        ({}, True),
+        ({"steps": [2]}, True),
+        ({"solver": "anderson"}, True),  # as it is set
+        ({"solver": "picard"}, False),
+        ({"guard": True, "solver": "picard"}, False),
+    ],
+)
+def test_a_record_says_whether_the_solver_is_the_models_own(run, options, own):
+    assert score_run(run, **options)["own_solver"] is own
+
+
+def test_another_solver_of_the_same_kind_is_not_the_models_own(run):
+    opened = open_run(run, "valid")
+    with override(opened.model, solver=Anderson(memory=2)):
+        record = score_run(run, solver="anderson", opened=opened)
+    assert (record["solver"], record["own_solver"]) == ("Anderson", False)
+
+
+def test_of_older_records_kinds_of_solvers_are_known(run):
+    """They do not say whose solver it was."""
+    kinds = ({}, {"solver": "picard"}, {"guard": True, "solver": "picard"}, {"changes": ["task.length=8"]})
+    records = [score_run(run, **options) for options in kinds]
+    for record in records:
+        del record["own_solver"]
+    assert [scored_as_it_is(record, load(run)) for record in records] == [True, False, False, False]
 
 
 def test_the_task_may_be_changed(run):
@@ -210,7 +241,16 @@ def test_of_errors_a_hundredth_of_everything_counts():
     assert doubts(few, "error", "stop.max_steps") == []
     few[0]["error"] = 0.02
     (text,) = doubts(few, "error", "stop.max_steps")
-    assert "0.02 beside 0.008" in text
+    assert "error is up to 1.2 points off that of the best solve (0.02 beside 0.008)" in text
+
+
+@pytest.mark.parametrize(
+    ("metric", "words"), [("miou_error", "2 points off"), ("loss", "0.02 off"), ("perplexity", "0.02 off")]
+)
+def test_the_best_solve_may_have_no_error_at_all(metric, words):
+    """Nothing can be said as a share of nothing."""
+    found = [{"steps": k, metric: value, "solve": {"residual_p95": 1 / k}} for k, value in ((100, 0.02), (1000, 0.0))]
+    assert f"{metric} is up to {words} that of the best solve (0.02 beside 0)" in doubts(found, metric)[0]
 
 
 def test_doubts_are_part_of_the_record(run):
@@ -231,6 +271,22 @@ def test_each_scoring_has_a_file_of_its_own(run, tmp_path, monkeypatch):
     written = json.loads(paths[0].read_text())
     assert written["odd"] == "inf"
     assert written["results"] == record["results"]
+
+
+def test_files_of_a_run_are_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    """A disk that is full must not leave half of a file in the place of a whole one."""
+
+    def cut_short(path, text, **options):
+        write(path, text[: len(text) // 2], **options)
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "env.json").write_text('{"threads": 1}')
+    write = Path.write_text
+    monkeypatch.setattr(Path, "write_text", cut_short)
+    with pytest.raises(OSError, match="No space left"):
+        setup(recipe(COPY), tmp_path, resume=False)
+    assert json.loads((tmp_path / "env.json").read_text()) == {"threads": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["env.json"]
 
 
 # Folders that are not what they should be

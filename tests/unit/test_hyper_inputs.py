@@ -13,9 +13,9 @@ from equipoise.data.files import DataError
 from equipoise.data.images import IGNORE, IMAGES, load_images
 from equipoise.data.unlabelled import KNOWN, look_of, unlabelled_images
 from equipoise.solvers import load_solver
+from equipoise.tasks.language_model import VOCABULARY
 from equipoise.train.load import find_checkpoint, load, open_run
 from equipoise.train.loop import train
-from equipoise.train.unlabelled import VOCABULARY
 from tests.cli.program import invoke
 from tests.runs import COPY, recipe, text_recipe
 from tests.unit.test_data_images import idx, write_cifar10_binary
@@ -118,6 +118,22 @@ def test_the_middle_of_a_picture_is_kept(tmp_path):
     look = unlabelled.Look((0.5,) * 3, (0.25,) * 3, (6, 8))
     found = unlabelled_images(tmp_path, look, 2, masks=False).splits["train"].images[0]
     assert torch.equal(found, torch.from_numpy(wide[:, 3:11]).permute(2, 0, 1))
+
+
+def test_what_is_hidden_is_no_picture(tmp_path):
+    """As programs leave it beside pictures; a folder of pictures may be hidden itself."""
+    folder = tmp_path / ".mine" / "pictures"
+    image = pil.fromarray(RANDOM.integers(0, 256, (8, 8, 3), dtype=numpy.uint8))
+    for name in ("a.png", "more/b.png", ".ipynb_checkpoints/a-checkpoint.png"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        image.save(folder / name)
+    (folder / "._a.png").write_bytes(b"attributes")
+    look = look_of("shapes", options={"size": 8})
+    assert len(unlabelled_images(folder, look, 4, masks=False).splits["train"]) == 2
+    (folder / "a.png").unlink()
+    (folder / "more" / "b.png").unlink()
+    with pytest.raises(DataError, match="has no pictures in it"):
+        unlabelled_images(folder, look, 4, masks=False)
 
 
 def test_crops_are_those_of_the_training_but_not_scaled(runs, tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 import equipoise as eq
 from equipoise import HyperAnderson, Stop
 from equipoise.tasks.hyper import FitSettings, Networks
-from equipoise.train import loop
+from equipoise.train import alternate, loop
 from equipoise.train.alternate import LATE, RESTING, Alternate, Alternation
 from equipoise.train.load import load
 from equipoise.train.loop import train
@@ -301,3 +301,13 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(loop.Processes, "any", lambda self, flag: flag)
     with pytest.raises(ValueError, match=r"fitted in one process, and these are 2.*alternate\.start"):
         train(recipe(COPY, "alternate.start=1"), tmp_path)
+
+
+def test_a_fit_has_the_seed_of_its_run(tmp_path, monkeypatch):
+    seen, fit = [], alternate.fit_hyper_solver
+    monkeypatch.setattr(
+        alternate, "fit_hyper_solver", lambda *given, **named: seen.append(given[2].seed) or fit(*given, **named)
+    )
+    learned = {"start": 1, "first": 2, "solver": {"hidden": 4, "width": 4}, "fit": {"unroll": 2, "accept": 2.0}}
+    train(recipe({**COPY, "alternate": learned}, "train.seed=3", "train.steps=2"), tmp_path)
+    assert seen == [3]

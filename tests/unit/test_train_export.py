@@ -1,6 +1,7 @@
 """An exported model is the model of its run, rounded, with what it reads and a card that says what it scored."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -12,10 +13,11 @@ from equipoise._module import solutions_of
 from equipoise.generate import sample_text
 from equipoise.solvers import load_solver, save_solver
 from equipoise.train.checkpoint import CheckpointError
-from equipoise.train.evaluate import evaluate_run, write_scores
+from equipoise.train.evaluate import Sweep, evaluate_run, score_run, write_scores
 from equipoise.train.export import export
-from equipoise.train.loop import train
-from tests.runs import COPY, TEXT, recipe, write_corpus
+from equipoise.train.loop import LOG, train
+from equipoise.train.tracking import read_metrics
+from tests.runs import COPY, TEXT, recipe, text_recipe, write_corpus
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +59,10 @@ def test_other_data_than_those_of_its_training_are_refused(run, tmp_path):
 
 
 def test_the_card_says_what_was_measured(run, tmp_path):
-    write_scores(run, {"split": "test", "results": evaluate_run(run, split="test", steps=[4])})
-    card = (export(run, tmp_path / "small") / "README.md").read_text()
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    copied = shutil.copytree(run, tmp_path / "run")
+    write_scores(copied, score_run(run, split="test", steps=[4]))
+    card = (export(copied, tmp_path / "small") / "README.md").read_text()
+    last = json.loads((run / LOG).read_text().splitlines()[-1])
     assert f"perplexity {last['valid']['perplexity']:.4g}" in card
     for split, budget in (("valid", "3"), ("valid", "6"), ("test", "4")):
         assert f"| {split} | {budget} | " in card
@@ -67,13 +70,109 @@ def test_the_card_says_what_was_measured(run, tmp_path):
     assert 'equipoise.load("pretrained/small")' in card
 
 
+def card_of(run, folder, **options):
+    return (export(run, folder, **options) / "README.md").read_text()
+
+
+def rows_of(card, split):
+    """Budget, score and residual of each row of a split."""
+    rows = [line.strip("| ").split(" | ") for line in card.splitlines()]
+    return [row[1:] for row in rows if row[0] == split]
+
+
+@pytest.fixture
+def long_run(tmp_path):
+    """Six steps: evaluated after 4, which is noted as the best, and after 6; saved after 2, too."""
+    settings = ("evaluation.budgets=[3]", "train.keep=3")
+    train(text_recipe(tmp_path / "text", *settings), tmp_path / "run")
+    best = tmp_path / "run" / "checkpoints" / "best.json"
+    best.write_text(json.dumps({**json.loads(best.read_text()), "checkpoint": "step-000004"}))
+    return tmp_path / "run"
+
+
+def test_the_card_is_about_the_checkpoint_that_is_exported(long_run, tmp_path):
+    """And not about the end of the run; of one that was never evaluated no score is known."""
+    logged = {record["step"]: record for record in read_metrics(long_run / LOG) if "valid" in record}
+    best, latest = (card_of(long_run, tmp_path / which, which=which) for which in ("best", "latest"))
+    perplexity = {step: f"perplexity {record['valid']['perplexity']:.4g}" for step, record in logged.items()}
+    assert perplexity[4] != perplexity[6]
+    assert [row[:2] for row in rows_of(best, "valid")] == [["as set", perplexity[4]]]
+    at_three = f"perplexity {logged[6]['valid_at']['3']['perplexity']:.4g}"
+    assert [row[:2] for row in rows_of(latest, "valid")] == [["as set", perplexity[6]], ["3", at_three]]
+    assert "for 4 steps in " in best
+    assert "for 6 steps in " in latest
+    early = card_of(long_run / "checkpoints" / "step-000002", tmp_path / "early")
+    assert "for 2 steps in " in early
+    assert "perplexity" not in early
+    assert "No scores of these weights were found: `equipoise evaluate` writes them." in early
+
+
+def test_minutes_are_those_of_the_checkpoint(long_run, tmp_path):
+    records = read_metrics(long_run / LOG)
+    for record in records:
+        record["seconds"] = 60.0 * record["step"]
+    later = {"step": 4, "seconds": 900.0, "hyper": {}}  # a fit before the next step
+    (long_run / LOG).write_text("".join(json.dumps(record) + "\n" for record in [*records, later]))
+    assert "for 4 steps in 4.0 minutes" in card_of(long_run, tmp_path / "best")
+    kept = [record for record in records if record["step"] != 4]
+    (long_run / LOG).write_text("".join(json.dumps(record) + "\n" for record in kept))
+    assert "for 4 steps on one " in card_of(long_run, tmp_path / "without")
+
+
+@pytest.mark.parametrize("phase", ["warmup", "opening"])
+def test_scores_of_a_first_phase_are_not_those_of_the_model(tmp_path, phase):
+    """A warm-up is evaluated as the stack it is, and an opening with its solver; what is loaded is neither."""
+    train(text_recipe(tmp_path / "text", f"{phase}.steps=5", "train.keep=3"), tmp_path / "run")
+    early = card_of(tmp_path / "run" / "checkpoints" / "step-000004", tmp_path / "early")
+    assert rows_of(early, "valid") == []
+    assert len(rows_of(card_of(tmp_path / "run", tmp_path / "small", which="latest"), "valid")) == 1
+
+
+def test_scores_on_the_card_are_of_the_model_as_it_is(long_run, tmp_path):
+    """Newer ones of another checkpoint, another solver, other settings or another sweep do not take their place."""
+    config = long_run / "checkpoints" / "step-000004" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "solver": {"name": "anderson", "memory": 2}}))
+    own = score_run(long_run, split="test", steps=[1, 4])
+    write_scores(long_run, own)
+    expected = [[str(result["steps"]), f"perplexity {result['perplexity']:.4g}"] for result in own["results"]]
+    others = (
+        {"which": "latest"},
+        {"solver": "picard"},
+        {"solver": "anderson", "steps": [2]},  # of the same kind, but not as it is set
+        {"guard": True, "solver": "broyden"},
+        {"changes": ["task.eval_length=5"]},
+        {"sweep": Sweep.parse("stop.rtol=0.5")},
+    )
+    for number, options in enumerate(others):
+        path = write_scores(long_run, score_run(long_run, split="test", **options))
+        path.rename(path.with_name(f"test-9-{number}.json"))  # the newest
+        card = card_of(long_run, tmp_path / "small")
+        assert [row[:2] for row in rows_of(card, "test")] == expected, options
+    budgets = score_run(long_run, split="test", sweep=Sweep.parse("stop.max_steps=2"))
+    write_scores(long_run, budgets).rename(long_run / "eval" / "test-99.json")
+    assert [row[0] for row in rows_of(card_of(long_run, tmp_path / "small"), "test")] == ["2"]
+
+
+def test_scores_of_a_run_that_was_moved_stay_on_its_card(long_run, tmp_path):
+    write_scores(long_run, score_run(long_run, split="test"))
+    moved = long_run.rename(tmp_path / "moved")
+    small = export(moved, tmp_path / "small")
+    (row,) = rows_of((small / "README.md").read_text(), "test")
+    assert row[0] == "as set"
+    write_scores(small, score_run(small, split="test", steps=[3]))
+    renamed = small.rename(tmp_path / "renamed")
+    assert [row[0] for row in rows_of(card_of(renamed, tmp_path / "again"), "test")] == ["3"]
+
+
 def test_classes_have_a_line_of_their_own(run, tmp_path):
-    copied = tmp_path / "run"
-    shutil.copytree(run, copied)
-    write_scores(copied, {"split": "test", "results": [{"steps": 4, "miou": 0.1}]})  # the newest counts
+    copied = shutil.copytree(run, tmp_path / "run")
+    record = score_run(run, split="test")
+    write_scores(copied, {**record, "results": [{"steps": 4, "miou": 0.1}]})  # the newest counts
     scores = {"miou": 0.5, "miou_error": 0.5, "iou_sky": 0.25, "iou_road": 0.75, "loss": 1.0}
-    write_scores(copied, {"split": "test", "results": [{"steps": 4, **scores}]})
+    lost = {"steps": 2, "miou": 0.25, "solve": {"residual_p95": math.inf}}
+    write_scores(copied, {**record, "results": [lost, {"steps": 4, **scores}]})
     card = (export(copied, tmp_path / "small") / "README.md").read_text()
+    assert "| test | 2 | miou 0.25 | inf |" in card
     assert "| test | 4 | miou 0.5 | – |" in card
     assert "IoU by class, test, steps 4: road 0.75, sky 0.25." in card
 
