@@ -4,12 +4,13 @@ import dataclasses
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from equipoise._errors import by_name
-from equipoise.cli.options import AsJson, DataDir, RunFolder, Set, Which, refuse
+from equipoise._errors import by_name, unknown_name
+from equipoise.cli.names import learned_recipes
+from equipoise.cli.options import AsJson, DataDir, RunFolder, Which, refuse
 from equipoise.cli.output import show, table, warn
 
 MOST_SHARE = 0.04  # of the model's parameters
@@ -17,15 +18,18 @@ MOST_SKIPPED = 0.1  # of the steps of a fit
 LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the easy ones
 SEEDS = 3  # of a recipe, in a report
 FULL = "full"  # the recipe that others are compared with
-FOLDERS = ("recipes/hyper", "recipes/hyper/more")
 
 
 def hyper(
     run: RunFolder,
     out: Annotated[Path | None, typer.Option(help="Folder of the solver; RUN/hyper by default.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimiser steps.")] = None,
-    unroll: Annotated[int | None, typer.Option(help="Solver steps that are unrolled.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="End after so many, all fits of a report together.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimiser steps; by default the recipe's (full: 1000).")] = None,
+    unroll: Annotated[
+        int | None, typer.Option(help="Solver steps that are unrolled; by default the recipe's (full: 10).")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="End after so many, above 0, all fits of a report together.")
+    ] = None,
     finetune: Annotated[
         Path | None, typer.Option(help="A learned solver to go on with, e.g. of an earlier checkpoint.")
     ] = None,
@@ -40,11 +44,16 @@ def hyper(
         list[str] | None,
         typer.Option(
             "--recipe",
-            help="Settings in a file, [solver] and [fit], or the name of one in recipes/hyper. With --report it may be "
-            "repeated, and may be a folder of them.",
+            help="Settings in a file, [solver] and [fit], or a name (`equipoise list hyper`). With --report it may be "
+            "repeated, and may be a folder of files.",
         ),
     ] = None,
-    changes: Set = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="Change a setting of fit, solver or task, e.g. --set fit.learning_rate=1e-3. May be repeated."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the initial weights.")] = None,
     report: Annotated[
         Path | None,
@@ -84,6 +93,8 @@ def hyper(
     beyond the unrolled steps, and a table of the variants. Solvers and measurements are kept in RUN/hyper, so that the
     same command goes on where it was ended.
     """
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"--minutes must be above 0, got {minutes:g}.")
     named = {"steps": steps, "unroll": unroll, "seed": seed}
     own, of_task = _split(changes or [])
     chosen = {name: _changed(recipe, named) for name, recipe in _read(recipes or [], own).items()}
@@ -103,7 +114,10 @@ def hyper(
     from equipoise.tasks.hyper import fit_run
 
     (recipe,) = chosen.values()
-    record = fit_run(run, recipe, out=out, finetune=finetune, inputs=inputs, force=force, progress=True, **options)
+    try:
+        record = fit_run(run, recipe, out=out, finetune=finetune, inputs=inputs, force=force, progress=True, **options)
+    except KeyboardInterrupt:
+        _interrupted("no solver was written; --minutes or --steps end a fit earlier, and keep it")
     show(record, True) if as_json else _print(record)
     _warn_of(record, recipe)
 
@@ -131,7 +145,9 @@ def _read(given: list[str], changes: list[str]) -> dict[str, Any]:
 
 def _paths(given: str) -> list[Path]:
     """The files that a path or a name means."""
-    path = Path(given)
+    path, known = Path(given), learned_recipes()
+    if given in known:  # a folder of that name is ./NAME
+        return [known[given]]
     if path.is_dir():
         files = sorted(path.glob("*.toml"))
         if not files:
@@ -139,14 +155,7 @@ def _paths(given: str) -> list[Path]:
         return files
     if path.suffix == ".toml" or path.is_file():
         return [path]
-    import equipoise
-    from equipoise._errors import unknown_name
-
-    root = Path(equipoise.__file__).resolve().parent.parent
-    known = {file.stem: file for folder in FOLDERS for file in sorted((root / folder).glob("*.toml"))}
-    if given not in known:
-        raise unknown_name("recipe", given, known)
-    return [known[given]]
+    raise unknown_name("recipe", given, known)
 
 
 def _changed(recipe: Any, named: dict[str, Any]) -> Any:
@@ -164,7 +173,10 @@ def _report(
 
     command = shlex.join(["equipoise", *sys.argv[1:]])
     say = typer.echo if not as_json else lambda text: typer.echo(text, err=True)
-    record = study_run(run, recipes, out, measuring=Measuring(**measured), command=command, say=say, **options)
+    try:
+        record = study_run(run, recipes, out, measuring=Measuring(**measured), command=command, say=say, **options)
+    except KeyboardInterrupt:
+        _interrupted("the same command goes on after the last fit or measurement that came to its end")
     if as_json:
         show(record, True)
         return
@@ -174,6 +186,11 @@ def _report(
 
 
 # One fit
+
+
+def _interrupted(what: str) -> NoReturn:
+    print(f"interrupted: {what}", file=sys.stderr)
+    raise typer.Exit(130)
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -206,6 +223,13 @@ def _print(record: dict[str, Any]) -> None:
 
 def _warn_of(record: dict[str, Any], recipe: Any) -> None:
     """Say what is doubtful about a fit."""
+    before, after = (record[key].get("end_residual") for key in ("first", "last"))
+    if before is not None and after is not None and not after < before:
+        rate = recipe.fit.learning_rate / 10
+        warn(
+            f"the last unrolled step ends at a residual of {after:.2g}, no lower than the {before:.2g} of the first "
+            f"step of the fit: lower its rate (--set fit.learning_rate={rate:g}), or give more --steps."
+        )
     if record["accepted"] < LEAST_ACCEPTED:
         warn(
             f"only {record['accepted']:.0%} of the equilibria were found well enough to learn from (fit.accept = "

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +19,7 @@ from equipoise.cli.export import export
 from equipoise.cli.hyper import hyper
 from equipoise.cli.inspect import inspect
 from equipoise.cli.options import EXIT_CODES, AsJson, DataDir, Force, Guard, RunFolder, Set, epilog
-from equipoise.cli.output import show, table
+from equipoise.cli.output import show, table, warn
 from equipoise.cli.plot import plot
 from equipoise.cli.report import report
 
@@ -136,9 +137,10 @@ app.command(epilog=epilog("benchmark solver --out runs/bench", "benchmark train-
 )
 app.command(
     epilog=epilog(
-        "hyper runs/ptb --data-dir DIR",
+        "hyper runs/ptb --recipe quick --data-dir DIR",
         "hyper runs/ptb --finetune runs/ptb/hyper --steps 200 --out hyper2",
-        "hyper runs/ptb --report figures --seeds 3 --recipe recipes/hyper",
+        "hyper runs/ptb --report figures --recipe quick --minutes 1",
+        "list hyper",
     )
 )(hyper)
 app.command(
@@ -162,7 +164,8 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            help="models, tasks, solvers, adjoints, corpora, images, recipes, ablations, figures, benchmarks, or all."
+            help="models, tasks, solvers, adjoints, corpora, images, recipes, ablations, hyper (recipes for learned "
+            "solvers), figures, benchmarks, or all."
         ),
     ] = "all",
     pattern: Annotated[str, typer.Argument(help="Shell pattern, e.g. 'deq_*'.")] = "*",
@@ -199,7 +202,10 @@ def main() -> NoReturn:
     from equipoise.train.optim import NonFiniteGradientError
 
     try:
-        app()
+        with warnings.catch_warnings():
+            # As the command's own: where in the program one arose is not for its users.
+            warnings.showwarning = lambda message, *_, **__: warn(" ".join(str(message).split()))
+            app()
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package in _OPTIONAL:

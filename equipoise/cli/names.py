@@ -21,7 +21,7 @@ def known_names() -> dict[str, dict[str, str]]:
     registries = {"models": MODELS, "tasks": TASKS, "solvers": SOLVERS, "adjoints": ADJOINTS}
     names = {kind: _described(registry) for kind, registry in registries.items()}
     data = {"corpora": corpora(), "images": _described(IMAGES)}
-    files = {"recipes": recipes(), "ablations": recipes("recipes/ablations")}
+    files = {"recipes": recipes(), "ablations": recipes("recipes/ablations"), "hyper": learned_solvers()}
     return {**names, **data, **files, "figures": _figures(), "benchmarks": _described(CASES)}
 
 
@@ -40,13 +40,25 @@ def _subject(how_to_get: str) -> str:
 
 
 def recipes(place: str = "recipes") -> dict[str, str]:
-    """Recipes in the working folder, else in the checkout of the package; the first comment says what each is."""
-    checkout = Path(equipoise.__file__).resolve().parent.parent
-    for folder in (Path(place), checkout / place):
-        found = sorted(folder.glob("*.toml"))
-        if found:
-            return {str(path): _first_comment(path) for path in found}
-    return {}
+    """Recipes by path; the first comment says what each is."""
+    return {str(path): _first_comment(path) for path in recipe_files(place)}
+
+
+def learned_solvers() -> dict[str, str]:
+    """Recipes for learned solvers by name, for `hyper --recipe`."""
+    return {name: _first_comment(path) for name, path in learned_recipes().items()}
+
+
+def learned_recipes() -> dict[str, Path]:
+    """The files of recipes for learned solvers by name."""
+    return {path.stem: path for place in ("recipes/hyper", "recipes/hyper/more") for path in recipe_files(place)}
+
+
+def recipe_files(place: str) -> list[Path]:
+    """Recipes in the working folder, else in the checkout of the package, else in the installed package."""
+    package = Path(equipoise.__file__).resolve().parent
+    folders = (root / place for root in (Path(), package.parent, package))
+    return next((found for folder in folders if (found := sorted(folder.glob("*.toml")))), [])
 
 
 def _first_comment(path: Path) -> str:

@@ -20,6 +20,7 @@ from equipoise.data.text import CORPORA, TextCorpus
 from equipoise.data.vocabulary import UnknownTokenError, Vocabulary
 
 SUFFIXES = (*PICTURES, ".ppm")
+MOST_UNKNOWN = 0.9  # of the tokens of a text: beyond that it is another language, or no text
 _MODES = {1: "L", 3: "RGB"}
 
 
@@ -129,4 +130,9 @@ def unlabelled_text(path: str | os.PathLike[str], vocabulary: Vocabulary, corpus
         raise DamagedDataError(f"inputs: {path}: {known}take it out of the text.") from error
     none = tokens[:0]
     unknown = 0 if vocabulary.unknown is None else int((tokens == vocabulary.unknown).sum())
+    if len(tokens) and unknown > MOST_UNKNOWN * len(tokens):
+        raise DamagedDataError(
+            f"inputs: the model knows {1 - unknown / len(tokens):.0%} of the {len(tokens):,} tokens of {path}, so that "
+            "these say little of what it meets in use: give text like that of its training."
+        )
     return TextCorpus(str(path), tokens, none, none, vocabulary, {"tokens": len(tokens), "unknown": unknown})

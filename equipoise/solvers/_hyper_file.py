@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from equipoise._errors import unknown_name
+from equipoise._solution import EquilibriumWarning
 from equipoise._tensor_file import write_tensors
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.base import SOLVERS, Solver, as_solver
@@ -109,12 +111,17 @@ def load_solver(
             f"{path} was written by another version of equipoise, whose learned solvers have other networks: fit it "
             "again with `equipoise hyper RUN`."
         ) from error
-    if model is not None and not force and metadata.get("model") not in ("", fingerprint(model)):
-        raise WrongModelError(
+    if model is not None and metadata.get("model") not in ("", fingerprint(model)):
+        wrong = (
             f"{path} was fitted to another model than this {type(model).__name__}, or before its weights changed: it "
-            "may not converge. Fit one with `equipoise hyper RUN`, or --finetune this one; force=True (--force) "
-            "takes it as it is."
+            "may not converge."
         )
+        if not force:
+            raise WrongModelError(
+                f"{wrong} Fit one with `equipoise hyper RUN`, or --finetune this one; force=True (--force) takes it as "
+                "it is."
+            )
+        warnings.warn(f"{wrong} Look at the residuals.", EquilibriumWarning, stacklevel=2)
     tensors = () if model is None else (*model.parameters(), *model.buffers())
     place = device or next((tensor.device for tensor in tensors), torch.device("cpu"))
     return solver.to(place)
@@ -126,7 +133,11 @@ def _file(path: Path) -> Path:
     for candidate in tried:
         if candidate.is_file():
             return candidate
-    raise FileNotFoundError(f"no learned solver at {' or '.join(map(str, tried))}; `equipoise hyper RUN` writes one.")
+    reported = sorted(path.glob(f"hyper/*/seed-*/{FILE}")) if path.is_dir() else []
+    there = f" Those of reports are by themselves: {PREFIX}{reported[0].parent}" if reported else ""
+    raise FileNotFoundError(
+        f"no learned solver at {' or '.join(map(str, tried))}; `equipoise hyper RUN` writes one.{there}"
+    )
 
 
 def named_solver(name: str, model: nn.Module | None = None, *, force: bool = False) -> Solver:

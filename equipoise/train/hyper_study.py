@@ -164,8 +164,10 @@ def _require_free(what: str, names: Iterable[str], taken: Sequence[str]) -> None
 
 
 def _require_own(out: Path, run: str | Path) -> None:
-    """Raise if a folder has the report of another run, which would be lost."""
+    """Raise if a folder has the report of another run, or something else, which would be lost."""
     there = (_read(out / REPORT) or {}).get("run")
+    if there is None and out.is_dir() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty, and has no report to go on with ({REPORT}); give a new folder.")
     if there is not None and Path(there).resolve() != Path(run).resolve():
         raise FileExistsError(f"{out} has the report of {there}; give another folder, or remove that one.")
 
@@ -281,8 +283,10 @@ class _Study:
     def _fit(self, name: str, recipe: HyperRecipe, seed: int, until: float | None, more: int) -> _Fitted | None:
         """A new solver; by a time that is to do for so many fits, this one among them."""
         folder, recipe = self._place(name, seed), self._recipe(recipe, seed)
-        (folder / FITTED).unlink(missing_ok=True)
-        (folder / MEASURED).unlink(missing_ok=True)
+        if (folder / FITTED).is_file():  # of other settings, data or weights; it may have taken hours
+            older = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
+            folder.rename(older)
+            self.say(f"{name}, seed {seed}: the one that was fitted otherwise stays in {older}")
 
         def left() -> float | None:
             return None if until is None else max(until - time.perf_counter(), LEAST_SECONDS)
@@ -476,6 +480,9 @@ class _Report:
         self.timing: dict[str, Any] = {}
         self.figures: list[str] = []
         self._drawn = -math.inf
+        if not (out / REPORT).is_file():  # the folder is this run's from now on
+            out.mkdir(parents=True, exist_ok=True)
+            write_json(out / REPORT, {"run": record["run"], "complete": False})
         self.record["variants"] = {record["reported"]: self._variant(record["reported"])}
         self._copy_logs()
 

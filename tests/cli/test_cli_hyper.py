@@ -3,10 +3,12 @@
 import json
 import re
 import shutil
+import warnings
 
 import pytest
 
 import equipoise as eq
+from equipoise import EquilibriumWarning
 from equipoise.cli.hyper import _read
 from equipoise.plots import draw
 from equipoise.solvers import fingerprint, load_solver
@@ -89,6 +91,49 @@ def test_few_equilibria_and_steps_to_learn_from_are_warned_of(run, monkeypatch):
     assert "warning: 3 of 20 steps of the fit were left out" in result.stderr
 
 
+def test_a_fit_that_ends_no_better_than_it_began_is_warned_of(run):
+    result = invoke("hyper", run, "--steps", 3, *QUICK, "--set", "fit.learning_rate=1e9")
+    assert re.search(
+        r"warning: the last unrolled step ends at a residual of \S+, no lower than the \S+ of the first", result.stderr
+    )
+    assert "--set fit.learning_rate=1e+08" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "called", "words"),
+    [
+        ((), "equipoise.tasks.hyper.fit_run", "interrupted: no solver was written; --minutes or --steps"),
+        (("--report", "out"), "equipoise.train.hyper_study.study_run", "interrupted: the same command goes on after"),
+    ],
+)
+def test_an_interrupted_fit_says_what_there_is(run, monkeypatch, options, called, words):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(called, interrupted)
+    result = invoke("hyper", run, *options)
+    assert result.exit_code == 130
+    assert words in result.stderr
+
+
+def test_recipes_are_found_by_name_wherever_one_is(monkeypatch, tmp_path):
+    (tmp_path / "quick").mkdir()  # a folder of one's own, e.g. of solvers
+    monkeypatch.chdir(tmp_path)
+    assert list(_read(["quick"], [])) == ["quick"]
+    with pytest.raises(ValueError, match="holds no recipes"):
+        _read(["./quick"], [])
+    listed = json.loads(invoke("list", "hyper", "--json").stdout)["hyper"]
+    assert {"full", "quick", "accelerated"} <= listed.keys()
+    assert listed["softmax"].endswith(".")
+
+
+def test_solvers_of_reports_are_pointed_to(run, tmp_path):
+    place = run / "hyper" / "quick" / "seed-0"
+    fitted(run, "--out", place)
+    with pytest.raises(FileNotFoundError, match=re.escape(f"Those of reports are by themselves: hyper:{place}")):
+        load_solver(run, load(run))
+
+
 def test_settings_from_a_file(run, tmp_path):
     path = tmp_path / "hyper.toml"
     path.write_text(
@@ -107,6 +152,7 @@ def test_settings_from_a_file(run, tmp_path):
     [
         (("--set", "fit.unrol=3"), "did you mean 'unroll'"),
         (("--set", "solver.weights=shft"), "did you mean 'shift'"),
+        (("--minutes", "0"), "--minutes must be above 0, got 0."),
         (("--steps", "0"), "steps must be an integer of at least 1"),
         (("--finetune", "nowhere"), "no learned solver at nowhere"),
         (("--which", "bets"), "did you mean 'best'"),
@@ -262,7 +308,11 @@ def test_text_is_generated_by_a_learned_solver(text_run, tmp_path, run_main):
     code, text, error = run_main("generate", copied, *options, "--solver", f"hyper:{copied}")
     assert (code, text) == (2, "")
     assert "was fitted to another model" in one_line(error)
-    assert run_main("generate", copied, *options, "--solver", f"hyper:{copied}", "--force")[0] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EquilibriumWarning)
+        code, _, error = run_main("generate", copied, *options, "--solver", f"hyper:{copied}", "--force")
+    assert code == 0
+    assert re.match(r"warning: .* was fitted to another model .* Look at the residuals.$", error.strip())
 
 
 def _other_weights(path):

@@ -200,6 +200,10 @@ def test_words_that_are_not_known(runs, tmp_path, monkeypatch, capsys):
     opened = open_run(copied, "valid", inputs=path)
     assert opened.splits.info["unknown"] == 12 * 3  # q, u, z
     assert int((opened.task.corpus.train == last).sum()) == 36
+    other = tmp_path / "other.txt"
+    other.write_text("XYZ" * 50)
+    with pytest.raises(DataError, match=r"the model knows 0% of the 150 tokens of .*other.txt"):
+        open_run(copied, "valid", inputs=other)
     (copied / VOCABULARY).unlink()
     said = refused(copied, path, tmp_path / "one", monkeypatch=monkeypatch, capsys=capsys)
     assert "vocabulary.json is missing, which says what tokens the model knows" in said

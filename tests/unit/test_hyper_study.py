@@ -70,6 +70,15 @@ def test_the_report_of_another_run_is_not_lost(studied, trained, tmp_path, not_d
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_what_is_no_report_is_not_written_into(studied, tmp_path, not_drawn):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "README.md").write_text("mine")
+    for place in (tmp_path / "notes", studied[0]):  # a run has a pareto.json of its own
+        with pytest.raises(FileExistsError, match=r"is not empty, and has no report to go on with \(report.json\)"):
+            study_run(studied[0], CHOSEN, place, seeds=1, measuring=MEASURING)
+    assert (tmp_path / "notes" / "README.md").read_text() == "mine"
+
+
 def test_what_is_no_part_of_a_report_goes_and_what_suits_no_recipe_is_left_out(studied, tmp_path):
     run, out = (shutil.copytree(studied[place], tmp_path / name) for place, name in ((0, "run"), (1, "report")))
     there = json.loads((out / "report.json").read_text())
@@ -224,6 +233,11 @@ def test_other_settings_are_fitted_anew(studied, not_drawn, tmp_path):
     assert any(line.startswith("full, seed 0") for line in said)
     kept = json.loads((run / "hyper" / "full" / "seed-0" / "fit.json").read_text())
     assert kept["recipe"]["fit"]["steps"] == kept["steps"] == 2
+    (older,) = (run / "hyper" / "full").glob("seed-0-*")
+    assert (older / "solver.safetensors").read_bytes() == (
+        studied[0] / "hyper/full/seed-0/solver.safetensors"
+    ).read_bytes()
+    assert f"full, seed 0: the one that was fitted otherwise stays in {older}" in said
 
 
 def test_another_task_is_fitted_and_measured_anew(studied, not_drawn, tmp_path):
