@@ -1,5 +1,6 @@
 """The command `evaluate`."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,12 +28,17 @@ def evaluate(
         str | None,
         typer.Option(
             help="Solve by this one instead of the model's; hyper:PATH is a learned one. Several, with commas "
-            "between, with --pareto."
+            "between, with --pareto; learned ones of equal settings count as seeds of one kind."
         ),
     ] = None,
     guard: Guard = False,
     pareto: Annotated[
-        bool, typer.Option("--pareto", help="Metric and time per batch of several solvers: RUN/pareto.json.")
+        bool,
+        typer.Option(
+            "--pareto",
+            help="Metric and time per batch of several solvers: RUN/pareto.json. An older one by other settings is "
+            "kept under a name with its time.",
+        ),
     ] = False,
     pictures: Annotated[
         int | None,
@@ -125,7 +131,13 @@ def _show_scores(record: dict[str, Any]) -> None:
 def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bool, **options: Any) -> None:
     from equipoise.train.pareto import pareto_run
 
-    names = (solvers or f"anderson,hyper:{run}").split(",")
+    names = ["anderson", f"hyper:{run}"] if solvers is None else [name.strip() for name in solvers.split(",")]
+    if not all(names):
+        raise ValueError(
+            f"--solver {solvers!r} has an empty name; give names with commas between: anderson,hyper:{run}."
+        )
+    if not as_json:
+        options["say"] = partial(typer.echo, err=True)
     measured = pareto_run(run, names, steps or range(1, 13), **options)
     show(measured, True) if as_json else _show_pareto(measured)
 
@@ -133,7 +145,8 @@ def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bo
 def _show_pareto(record: dict[str, Any]) -> None:
     """A row per point, and the speed-ups."""
     columns = ("solver", "seed", "steps", "metric", "ms", "residual")
-    rows = [[_short(point[column]) for column in columns] for point in record["points"]]
+    # Of the metric half a percent counts.
+    rows = [[p[name] if name == "metric" else _short(p[name]) for name in columns] for p in record["points"]]
     table(columns, rows, f"{record['checkpoint']}, {record['split']}, {record['metric']}")
     for name, found in record["speedup"].items():
         if name == record["reference"]:

@@ -3,7 +3,9 @@
 import json
 import math
 import statistics
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,13 +13,15 @@ from matplotlib.axes import Axes
 from equipoise.plots import style
 from equipoise.plots.logs import LogError, Run
 from equipoise.plots.registry import Chart, register_figure
-from equipoise.train.pareto import FILE
+from equipoise.train.pareto import FILE, LEARNED
 from equipoise.train.pareto_curves import TOLERANCE
 
 Curves = dict[str, list[list[tuple[float, float]]]]
 """Points (ms, metric) by solver and seed."""
 
+LINE, LETTERS = 0.17, 52  # of a title: inches of a line, and how much of it fits above the axes
 LEAST = 1e-4  # below this share, what metrics lack of the best one is not told apart
+MOST = 1e30  # beyond it a metric is as good as infinite, and axes overflow
 
 
 @register_figure("pareto")
@@ -27,15 +31,18 @@ def pareto(runs: Sequence[Run]) -> Chart:
     title = "Metric against time"
     logged = {run: _read(run) for run in runs}
     names = list(dict.fromkeys(point["solver"] for record in logged.values() for point in record["points"]))
+    called = dict(zip(names, style.short_labels(["learned" if n == LEARNED else n for n in names]), strict=True))
     figure, panels = style.panels(title, [2.2 if len(runs) > 1 else 2.6] * 2 * len(runs))
-    labels = style.short_labels([run.label for run in runs])
+    labels = style.short_labels([_run_name(run, record) for run, record in logged.items()])
     for axes, below, run, label in zip(panels[::2], panels[1::2], runs, labels, strict=True):
         record = logged[run]
-        if style.spans_decades([run.number(point["metric"]) for point in record["points"]]):
-            axes.set_yscale("log")
         curves = {name: _curves(run, record, name) for name in names}
+        if style.spans_decades([y for seeds in curves.values() for seed in seeds for _, y in seed]):
+            axes.set_yscale("log")
         style.say_not_shown(axes, _draw(axes, curves))
-        axes.set_title(f"{label}\n{_conclusion(record)}" if _conclusion(record) else label)
+        said = [part for line in _conclusion(record, called) for part in textwrap.wrap(line, LETTERS)]
+        figure.set_figheight(figure.get_figheight() + LINE * len(said))
+        axes.set_title("\n".join([label, *said]))
         axes.set_ylabel(f"{record['metric']} ({record['better']} is better)")
         below.set_yscale("log")
         _draw(below, _lacking(curves, record["better"]))
@@ -44,7 +51,9 @@ def pareto(runs: Sequence[Run]) -> Chart:
         below.set_xlabel("milliseconds per batch")
     roles = [style.sample("mean of seeds"), style.sample("a seed", thin=True)]
     several = any(point["seed"] for record in logged.values() for point in record["points"])
-    style.legend(figure, [style.sample(name, i) for i, name in enumerate(names)], *([roles] if several else []))
+    style.legend(
+        figure, [style.sample(name, i) for i, name in enumerate(called.values())], *([roles] if several else [])
+    )
     columns = ("run", "solver", "seed", "steps", "metric", "ms", "residual")
     rows = [
         (run.label, *(point.get(column) for column in columns[1:]))
@@ -96,7 +105,7 @@ def _curves(run: Run, record: dict[str, Any], name: str) -> list[list[tuple[floa
     own = [point for point in record["points"] if point["solver"] == name]
     return [
         [
-            (run.number(point["ms"]), run.number(point["metric"]))
+            (run.number(point["ms"]), _drawable(run.number(point["metric"])))
             for point in sorted(own, key=lambda point: point["steps"] or 0)
             if point["seed"] == seed
         ]
@@ -104,23 +113,35 @@ def _curves(run: Run, record: dict[str, Any], name: str) -> list[list[tuple[floa
     ]
 
 
+def _drawable(value: float) -> float:
+    """A metric, or NaN if it is too large for axes."""
+    return value if abs(value) <= MOST else math.nan
+
+
+def _run_name(run: Run, record: Mapping[str, Any]) -> str:
+    """Of the run that was measured, which is not the folder of a report on it."""
+    name = Path(record.get("run") or "").name
+    return name if name and name != run.folder.name else run.label
+
+
 def _mean(seeds: list[list[tuple[float, float]]]) -> list[tuple[float, float]]:
     columns = zip(*seeds, strict=True)
     return [(statistics.fmean(x for x, _ in column), statistics.fmean(y for _, y in column)) for column in columns]
 
 
-def _conclusion(record: dict[str, Any]) -> str:
-    """What the points amount to."""
+def _conclusion(record: Mapping[str, Any], called: Mapping[str, str]) -> list[str]:
+    """What the points amount to: a line for each solver, under one of their own."""
     found = {name: value for name, value in (record.get("speedup") or {}).items() if name != record.get("reference")}
     said = [
-        f"{name} {value['mean']:.2f}×" + _over_budget(value, record)
+        f"{called.get(name, name)} {value['mean']:.2f}×" + _over_budget(value, record)
         for name, value in found.items()
         if isinstance(value.get("mean"), int | float)
     ]
-    return f"speed at equal {record['metric']}, {record['reference']} = 1:\n{', '.join(said)}" if said else ""
+    reference = record["reference"]
+    return [f"speed at equal {record['metric']}, {called.get(reference, reference)} = 1:", *said] if said else []
 
 
-def _over_budget(speedup: dict[str, Any], record: dict[str, Any]) -> str:
+def _over_budget(speedup: Mapping[str, Any], record: Mapping[str, Any]) -> str:
     """The speed-up over all steps of the reference, where it could have stopped earlier."""
     value, steps = speedup.get("over_budget"), record.get("at")
     return f" (over its {steps} steps {value:.2f}×)" if isinstance(value, int | float) and steps else ""

@@ -12,7 +12,7 @@ from torch import nn
 from equipoise.solvers import HyperAnderson, WrongModelError, load_solver, save_solver
 from equipoise.solvers._hyper_file import FILE as SOLVER
 from equipoise.tasks.language_model import VOCABULARY
-from equipoise.train.checkpoint import CONFIG, MODEL, SAVE_DTYPES, save_checkpoint
+from equipoise.train.checkpoint import CONFIG, MODEL, SAVE_DTYPES, TRAINER, save_checkpoint
 from equipoise.train.evaluate import SOLVED, scored_as_it_is
 from equipoise.train.load import find_checkpoint, home_of, load, read_config
 from equipoise.train.loop import LOG
@@ -26,7 +26,7 @@ _BY_CLASS = "iou_"
 _UNKNOWN = "No scores of these weights were found: `equipoise evaluate` writes them."
 
 
-def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str = "bf16") -> Path:
+def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str = "bf16", force: bool = False) -> Path:
     """Write the weights of a run with all that is needed to use them; `load` and every command take the folder.
 
     A learned solver of these weights, RUN/hyper/solver.safetensors, goes along, rounded likewise, as one of new ones.
@@ -34,17 +34,17 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
 
     Args:
         run: Folder of a run or of a checkpoint.
-        out: The new folder; one that holds an older export is replaced.
+        out: The new folder.
         which: Of a run: "best" or "latest" checkpoint.
         dtype: What weights are rounded to: "bf16", "fp16" or "fp32".
+        force: Replace an earlier export, and all that was put into its folder.
 
     Raises:
-        FileExistsError: If `out` holds something that is not an export.
+        FileExistsError: If `out` holds an export and `force` is not set, or holds something else.
         ValueError: If there is a learned solver that cannot be read.
     """
     folder, out = find_checkpoint(run, which), Path(out)
-    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / MODEL).is_file())):
-        raise FileExistsError(f"export: {out} is there and is not an exported model; give a new folder.")
+    _require_free(out, home_of(folder), force)
     home, model, config = home_of(folder), load(folder), read_config(folder)
     solver = _own_solver(home, model)  # before anything is written
     card = _card(out.name, folder, model, config, dtype)
@@ -56,6 +56,21 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
         save_solver(solver, out / "hyper" / SOLVER, load(out), {"exported_from": str(home)}, SAVE_DTYPES[dtype])
     (out / CARD).write_text(card, encoding="utf-8")
     return out
+
+
+def _require_free(out: Path, home: Path, force: bool) -> None:
+    """Raise if something would be lost that is not meant to be."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MODEL).is_file() or (out / TRAINER).exists():  # a checkpoint of a training is none, either
+        raise FileExistsError(f"export: {out} is there and is not an exported model; give a new folder.")
+    if out.resolve() == home.resolve():  # its vocabulary would be gone before it is copied
+        raise FileExistsError(f"export: {out} is what is to be exported; give a new folder.")
+    if not force:
+        raise FileExistsError(
+            f"export: {out} is there and not empty; give a new folder. force=True (--force) replaces the earlier "
+            "export in it, and all that was put beside."
+        )
 
 
 def _own_solver(home: Path, model: nn.Module) -> HyperAnderson | None:

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import itertools
+import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,10 +29,18 @@ from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import Forward, call_model
 from equipoise.tasks.hyper import forward_of
 from equipoise.train.config import to_data
-from equipoise.train.load import TrainedRun, find_checkpoint, load, open_run, read_config, require_equilibrium
-from equipoise.train.pareto_curves import conclusions
+from equipoise.train.load import (
+    TrainedRun,
+    find_checkpoint,
+    home_of,
+    load,
+    open_run,
+    read_config,
+    require_equilibrium,
+)
+from equipoise.train.pareto_curves import conclusions, curves, mean_curve
 from equipoise.train.scoring import Scoring
-from equipoise.train.tracking import StatsWindow, environment, write_json
+from equipoise.train.tracking import StatsWindow, environment, plain, write_json
 
 FILE = "pareto.json"
 LEARNED = "hyper"
@@ -334,13 +345,17 @@ def pareto_run(
     beside: Sequence[str | Path] = (),
     most: int | None = None,
     force: bool = False,
+    say: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> dict[str, Any]:
     """Measure a run's model by the protocol of `pareto`, and write RUN/pareto.json, anew after each number of steps.
 
+    An older one by other settings, or on another device, is kept beside it as pareto-<time of its writing>.json.
+
     Args:
         run: Folder of a run or of a checkpoint.
-        solvers: Names; all `hyper:PATH` among them are seeds of one kind. The first is the reference.
+        solvers: Names; `hyper:PATH` of equal settings are seeds of one kind, and several kinds are called by the ends
+            of their paths. The first is the reference.
         budgets: Numbers of steps.
         split: Held-out data.
         data_dir: Where data files are.
@@ -351,23 +366,86 @@ def pareto_run(
         beside: Runs on the same data, e.g. of an explicit network, to be single points beside the curves.
         most: Batches to score on; None for all.
         force: Take learned solvers of other models too.
+        say: Takes a line after each number of steps.
         **options: Of `pareto`.
     """
     opened = open_run(run, split, data_dir, which=which, changes=changes)
     require_equilibrium(opened.model, opened.folder, "so there are no solvers to compare")
-    chosen: dict[str, Any] = {}
-    for name in solvers:
-        made = named_solver(name, opened.model, force=force)
-        chosen.setdefault(LEARNED if name.startswith(PREFIX) else name, []).append(made)
+    chosen = by_kind({name: named_solver(name, opened.model, force=force) for name in solvers})
     others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
     others |= loaded_beside(opened, beside, data_dir)
     path, head = Path(run) / FILE, {"run": str(run), "changes": list(changes), "solvers": list(solvers)}
+    left, total = {*budgets}, len({*budgets})
 
     def keep(record: dict[str, Any]) -> None:
-        write_json(path, {**head, **record})
+        if len(left) == total:
+            _keep_older(path, {**record, **head}, say)
+        write_json(path, {**record, **head})
+        (steps,) = left - {*record["missing"]}
+        left.remove(steps)
+        say(f"{_measured(record, steps)} ({total - len(left)} of {total})")
 
     options |= {"others": others, "at": at, "each": keep}
-    return {**head, **pareto_opened(opened, chosen, budgets, split=split, most=most, **options)}
+    return {**pareto_opened(opened, chosen, budgets, split=split, most=most, **options), **head}
+
+
+def by_kind(solvers: Mapping[str, Solver]) -> dict[str, list[Solver]]:
+    """Solvers by the name of their kind: learned ones of equal settings are seeds of one.
+
+    Args:
+        solvers: By the names that were given. Learned ones are called `hyper` if they are of one kind, otherwise by as
+            much of the end of a path as tells kinds apart.
+    """
+    paths: dict[Any, list[Path]] = {}
+    for name, solver in solvers.items():
+        if isinstance(solver, HyperAnderson):
+            paths.setdefault(solver.config, []).append(Path(name.removeprefix(PREFIX)))
+    kinds: dict[str, list[Solver]] = {}
+    for name, solver in solvers.items():
+        if isinstance(solver, HyperAnderson):
+            others = [path for config, own in paths.items() if config != solver.config for path in own]
+            name = f"{PREFIX}{_tail(paths[solver.config][0], others)}" if others else LEARNED
+        kinds.setdefault(name, []).append(solver)
+    return kinds
+
+
+def _tail(path: Path, others: Sequence[Path]) -> Path:
+    """The shortest end of a path that none of the others has."""
+    for size in range(1, len(path.parts)):
+        if all(other.parts[-size:] != path.parts[-size:] for other in others):
+            return Path(*path.parts[-size:])
+    return path
+
+
+def _measured(record: Mapping[str, Any], steps: int) -> str:
+    """A line on the metric of each solver after a number of steps, the mean over seeds."""
+    means = {name: mean_curve(seeds) for name, seeds in curves(record).items()}
+    said = [f"{name} {p['metric']:.6g}" for name, points in means.items() for p in points if p["steps"] == steps]
+    return f"after {steps} {'step' if steps == 1 else 'steps'}: {', '.join(said)}"
+
+
+def _keep_older(path: Path, record: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    """Give an older measurement by other settings a name of its own: it may have taken hours."""
+    if not path.is_file():
+        return
+    try:
+        if _settings(json.loads(path.read_text(encoding="utf-8"))) == _settings(plain(record)):
+            return
+    except (ValueError, KeyError, TypeError):  # damaged, or of another version
+        pass
+    stem = f"{path.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(path.stat().st_mtime))}"
+    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+    older = next(place for place in (path.with_name(f"{name}.json") for name in names) if not place.exists())
+    path.rename(older)
+    say(f"what was measured by other settings before stays in {older}")
+
+
+def _settings(record: Mapping[str, Any]) -> list[Any]:
+    """What a measurement depends on, of its record."""
+    names = ("changes", "solvers", "checkpoint", "split", "most", "metric", "reference", "at", "select")
+    steps = {point["steps"] for point in record["points"]} - {None} | {*record["missing"]}
+    beside = [point["solver"] for point in record["points"] if point["steps"] is None]
+    return [*(record[name] for name in names), steps, beside, record["environment"]["devices"]]
 
 
 def loaded_beside(
@@ -442,8 +520,8 @@ def pareto_opened(
         each: See `pareto`.
         **options: Of `pareto`.
     """
-    task, device, head = opened.task, opened.device, {"checkpoint": str(opened.folder), "split": split, "most": most}
-
+    task, device = opened.task, opened.device
+    head = {"run": str(home_of(opened.folder)), "checkpoint": str(opened.folder), "split": split, "most": most}
     passes = iter(opened.splits.held_out[split]())
     batches = [batch.to(device) for _, batch in zip(range(2), passes, strict=False)]
     metric, better = task.drawn

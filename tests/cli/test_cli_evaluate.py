@@ -107,6 +107,8 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
         (("--solver", "andersn"), "did you mean 'anderson'"),
         (("--solver", "anderson,picard"), "--solver anderson,picard names several, which --pareto compares"),
         (("--pareto", "--sweep", "stop.rtol=1e-2"), "--sweep cannot be used here: --pareto scores after --steps"),
+        (("--pareto", "--solver", "anderson, ,picard"), "--solver 'anderson, ,picard' has an empty name; give names"),
+        (("--pareto", "--solver", ""), "--solver '' has an empty name"),
         (("--pareto", "--pictures", "2"), "--pictures cannot be used here"),
         (("--pareto", "--guard"), "--guard cannot be used here: --pareto counts the steps of one solver"),
         (("--guard", "--solver", "ladder"), "a Ladder hands on what it leaves unsolved already"),
@@ -153,6 +155,20 @@ def test_data_that_are_gone_are_named(text_run, tmp_path, run_main):
         assert code == 2
         assert "unknown corpus 'mine'" in one_line(error)
         assert str(tmp_path / "mine") in error
+
+
+def test_metric_against_time_is_told_as_it_is_measured(copy_run, tmp_path):
+    out = shutil.copytree(copy_run, tmp_path / "run")
+    options = ("--pareto", "--solver", " anderson , picard", "--steps", 2, "--steps", 1)
+    result = invoke("evaluate", out, *options)
+    points = {(p["solver"], p["steps"]): p for p in json.loads((out / "pareto.json").read_text())["points"]}
+    after = [", ".join(f"{name} {points[name, k]['metric']:.6g}" for name in ("anderson", "picard")) for k in (1, 2)]
+    assert result.stderr.splitlines() == [f"after 2 steps: {after[1]} (1 of 2)", f"after 1 step: {after[0]} (2 of 2)"]
+    rows = [line.split() for line in result.stdout.splitlines()[2:6]]
+    assert [row[3] for row in rows] == [
+        f"{points[name, k]['metric']:.6g}" for k in (1, 2) for name in ("anderson", "picard")
+    ]
+    assert invoke("evaluate", out, *options, "--json").stderr == ""
 
 
 def test_a_solver_that_does_not_reach_the_metric_is_said_so(capsys):

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import equipoise as eq
 from equipoise import Anderson, HyperAnderson, Picard
 from equipoise.bench.harness import Sample
 from equipoise.plots import FIGURES, LogError, draw, make_chart
+from equipoise.solvers import save_solver
 from equipoise.train.hyper_study import Measuring
-from equipoise.train.pareto import pareto
+from equipoise.train.loop import train
+from equipoise.train.pareto import by_kind, pareto, pareto_run
 from equipoise.train.pareto_curves import (
     ahead_in_time,
     curves,
@@ -23,6 +27,7 @@ from equipoise.train.pareto_curves import (
     time_to_reach,
 )
 from tests.problems import scaled_weight
+from tests.runs import COPY, recipe
 from tests.unit.test_forward import taped  # noqa: F401
 from tests.unit.test_train_captured import emulated, inline_solves  # noqa: F401
 
@@ -219,6 +224,73 @@ def test_a_model_without_an_equilibrium():
         pareto(nn.Linear(2, 2), [], {"anderson": "anderson"}, (1,), score=lambda *_: {}, metric="loss")
 
 
+# Of a run
+
+
+def test_learned_solvers_of_equal_settings_are_seeds_of_one_kind():
+    one, twin, other = HyperAnderson.for_any(6), HyperAnderson.for_any(6), HyperAnderson.for_any(6, memory=2)
+    found = by_kind({"anderson": Anderson(), "hyper:runs/a": one, "hyper:runs/b": twin})
+    assert found == {"anderson": [Anderson()], "hyper": [one, twin]}
+    given = {"hyper:runs/a/hyper": one, "picard": Picard(), "hyper:runs/b/hyper": other, "hyper:runs/c/hyper": twin}
+    assert by_kind(given) == {"hyper:a/hyper": [one, twin], "picard": [Picard()], "hyper:b/hyper": [other]}
+    assert list(by_kind({"hyper:/runs/a": one, "hyper:b": other})) == ["hyper:a", "hyper:b"]
+    assert list(by_kind({"hyper:a": one, "hyper:x/a": other})) == ["hyper:a", "hyper:x/a"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "run"
+    train(recipe(COPY, "train.steps=1"), folder)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+QUICK = {"warmup": 0, "rounds": 1, "most": 1}
+
+
+def test_kinds_of_learned_solvers_are_measured_by_themselves(run):
+    for name, memory in (("first", 5), ("second", 5), ("third", 2)):
+        (run / name).mkdir()
+        save_solver(HyperAnderson.for_sequence(COPY["model"]["d_model"], None, memory=memory), run / name)
+    lines, names = [], ["anderson", *(f"hyper:{run / name}" for name in ("first", "second", "third"))]
+    record = pareto_run(run, names, (1, 2), say=lines.append, **QUICK)
+    by_name = {name: len(seeds) for name, seeds in curves(record).items()}
+    assert by_name == {"anderson": 1, "hyper:first": 2, "hyper:third": 1}
+    assert set(record["speedup"]) == set(by_name)
+    means = {name: mean_curve(seeds)[1]["metric"] for name, seeds in curves(record).items()}
+    said = ", ".join(f"{name} {value:.6g}" for name, value in means.items())
+    assert lines[0] == f"after 2 steps: {said} (1 of 2)"  # the one to be reached comes first
+    assert lines[1].startswith("after 1 step: anderson ")
+    assert lines[1].endswith(" (2 of 2)")
+
+
+def test_an_older_measurement_by_other_settings_is_kept(run):
+    def measured(*budgets, **options):
+        lines = []
+        pareto_run(run, ("anderson",), budgets, say=lines.append, **QUICK, **options)
+        os.utime(run / "pareto.json", (0, 0))
+        return [line for line in lines if "stays in" in line]
+
+    def steps_in(name):
+        return [point["steps"] for point in json.loads((run / name).read_text())["points"]]
+
+    assert measured(1, 2) == measured(1, 2) == []
+    first = run / "pareto-19700101T000000Z.json"
+    assert measured(1) == [f"what was measured by other settings before stays in {first}"]
+    assert (steps_in(first.name), steps_in("pareto.json")) == ([1, 2], [1])
+    assert len(measured(1, split="test")) == 1  # of the same second
+    (run / "pareto.json").write_text("cut off")
+    assert len(measured(1)) == 1
+    kept = {path.name for path in run.glob("pareto-*.json")}
+    assert len(kept) == 3
+    assert {first.name, "pareto-19700101T000000Z-2.json"} < kept
+    assert (steps_in(first.name), steps_in("pareto-19700101T000000Z-2.json")) == ([1, 2], [1])
+
+
 # What follows from points
 
 
@@ -345,9 +417,10 @@ def test_the_figure(tmp_path):
     assert chart.columns == ("run", "solver", "seed", "steps", "metric", "ms", "residual")
     assert len(chart.rows) == 10
     assert chart.rows[0] == ("run", "anderson", 0, 1, 80.0, 1.0, 0.1)
+    assert named_in(chart) == ["anderson", "learned", "16 layers"]
     axes, below = chart.figure.axes
     assert axes.get_yscale() == below.get_yscale() == "log"
-    said = "speed at equal perplexity, anderson = 1:\nhyper 3.00× (over its 3 steps 3.01×)"
+    said = "speed at equal perplexity, anderson = 1:\nlearned 3.00× (over its 3 steps 3.01×)"
     assert said in axes.get_title(loc="left")
     means = [line for line in axes.lines if list(line.get_ydata()) == [4.0, 2.0, 1.0]]
     assert len(means) == 3  # two seeds and their mean
@@ -356,6 +429,46 @@ def test_the_figure(tmp_path):
     assert lacking.count(pytest.approx([300.0, 100.0, 0.01])) == 3  # the best itself at the lower end
     assert [0.5, 0.5] in lacking  # what counts as equal
     assert [file.name for file in draw("pareto", [run], tmp_path)] == ["pareto.png", "pareto.svg", "pareto.csv"]
+
+
+def named_in(chart):
+    """Solvers in the legend."""
+    return [text.get_text() for text in chart.figure.legends[0].get_texts()][:3]
+
+
+def charted(folder, points, **extra):
+    record = {"metric": "perplexity", "better": "lower", "reference": "anderson", "at": 3, "points": points, **extra}
+    folder.mkdir(exist_ok=True)
+    (folder / "pareto.json").write_text(json.dumps({**record, "speedup": speedups(record)}))
+    return make_chart("pareto", [folder])
+
+
+def test_all_of_a_title_fits_into_the_figure(tmp_path):
+    points = curve((1.0, 80.0), (2.0, 4.0), (3.0, 2.0), solver="anderson", seed=0)
+    for name in ("hyper:first/hyper/solver.safetensors", "hyper:b/hyper/solver.safetensors", "picard", "broyden"):
+        points += curve((0.5, 4.0), (1.0, 2.0), (1.5, 1.0), solver=name, seed=0)
+    figure = charted(tmp_path / "report", points, run="runs/tiny").figure
+    figure.draw_without_rendering()
+    title = figure.axes[0]._left_title
+    assert title.get_text().splitlines()[0] == "tiny"  # not the folder of the report
+    assert {"picard 3.00× (over its 3 steps 3.01×)", "broyden 3.00× (over its 3 steps 3.01×)"} < {
+        *title.get_text().splitlines()
+    }
+    assert title.get_window_extent().x1 <= figure.bbox.x1
+    assert figure.axes[0].get_window_extent().height > 1.9 * figure.dpi
+
+
+def test_metrics_too_large_for_axes_are_not_drawn(tmp_path):
+    """And matplotlib does not warn of an overflow."""
+    few = curve((1.0, 1e304), (2.0, 4.0), (3.0, 2.0), solver="anderson", seed=0)
+    chart = charted(tmp_path / "few", few)
+    assert chart.figure.axes[0].get_xlabel() == "1 value not drawn: not finite"
+    assert list(chart.figure.axes[0].lines[0].get_ydata()) == pytest.approx([math.nan, 4.0, 2.0], nan_ok=True)
+    assert chart.rows[0][4] == 1e304
+    none = [{**point, "metric": metric} for point, metric in zip(few, (1e304, -1e31, 1e305), strict=True)]
+    assert charted(tmp_path / "none", none).figure.axes[0].get_xlabel() == "3 values not drawn: not finite"
+    for name in ("few", "none"):
+        assert len(draw("pareto", [tmp_path / name], tmp_path)) == 3
 
 
 def test_the_figure_without_its_file(tmp_path):

@@ -71,7 +71,7 @@ def test_the_card_says_what_was_measured(run, tmp_path):
 
 
 def card_of(run, folder, **options):
-    return (export(run, folder, **options) / "README.md").read_text()
+    return (export(run, folder, force=True, **options) / "README.md").read_text()
 
 
 def rows_of(card, split):
@@ -213,8 +213,34 @@ def test_what_stands_in_the_way_is_left_alone(run, tmp_path):
     with pytest.raises(FileExistsError, match="is not an exported model"):
         export(run, tmp_path / "mine")
     assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
-    first = export(run, tmp_path / "small")
-    assert export(run, first) == first
+    with pytest.raises(FileExistsError, match="is not an exported model"):
+        export(run, tmp_path / "mine", force=True)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == "keep"
+
+
+def test_an_earlier_export_is_replaced_only_if_asked_for(run, tmp_path):
+    (tmp_path / "small").mkdir()
+    small = export(run, tmp_path / "small")  # an empty folder is as good as none
+    (small / "notes.txt").write_text("keep")
+    with pytest.raises(FileExistsError, match=r"small is there and not empty; .*\(--force\) replaces"):
+        export(run, small, dtype="fp32")
+    assert (small / "notes.txt").read_text() == "keep"
+    assert "in bf16" in (small / "README.md").read_text()
+    assert export(run, small, dtype="fp32", force=True) == small
+    assert "in fp32" in (small / "README.md").read_text()
+    assert not (small / "notes.txt").exists()
+
+
+def test_neither_a_checkpoint_nor_what_is_exported_is_replaced(run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run")
+    (trained,) = (copied / "checkpoints").glob("step-*")
+    with pytest.raises(FileExistsError, match="is not an exported model"):
+        export(run, trained, force=True)
+    assert (trained / "trainer.pt").is_file()
+    small = export(run, tmp_path / "small")
+    with pytest.raises(FileExistsError, match="is what is to be exported"):
+        export(small, small, force=True)
+    assert (small / "vocabulary.json").is_file()
 
 
 def test_a_run_without_weights_and_an_unknown_dtype_are_named(tmp_path, run):
