@@ -24,6 +24,7 @@ class Pool:
         settings: How equilibria are found, and which are good enough.
         forward: How to run the model on a batch; by default it is called with it.
         seconds: Find no more of them after so many; those of one batch are found in any case.
+        until: Asked after each batch; find no more of them once it says yes.
 
     Attributes:
         seconds: Time that finding them took.
@@ -37,6 +38,7 @@ class Pool:
         settings: FitSettings,
         forward: Forward | None = None,
         seconds: float | None = None,
+        until: Callable[[], bool] | None = None,
     ) -> None:
         self.found_by = found_by(settings)
         started, carry, shares = time.perf_counter(), None, []
@@ -50,6 +52,8 @@ class Pool:
                 self._batches.append([rebuilt(target, scope) for target in usable if target is not None])
                 if time.perf_counter() - started >= (seconds or math.inf):
                     break
+            if until is not None and until():
+                break
         if not self._batches:
             raise NoEquilibriaError(model, settings, solved=bool(shares))
         self._weights = _versions(model)

@@ -183,6 +183,7 @@ def fit_hyper_solver(
     forward: Forward | None = None,
     pool: Pool | None = None,
     seconds: float | None = None,
+    until: Callable[[], bool] | None = None,
     log: str | Path | None = None,
     log_every: int = 50,
     progress: bool = False,
@@ -199,6 +200,8 @@ def fit_hyper_solver(
         pool: Equilibria found before, e.g. for another fit; `settings.pool` has them found here.
         seconds: End after so many, if there are steps left then; schedules are shortened. A pool found here takes half
             of them at most.
+        until: Asked after each step, and after each batch whose equilibria are found for a pool; end once it says yes,
+            however little has been learned.
         log: A file of JSON lines to write.
         log_every: Steps between them.
         progress: Whether to show a progress bar to a person at a terminal.
@@ -210,15 +213,16 @@ def fit_hyper_solver(
     _require_gradients()
     started, fresh, stream = time.perf_counter(), solver is None, _stream(batches)
     if pool is None and settings.pool is not None:
-        first = itertools.islice(stream, min(settings.pool, settings.steps))
-        pool = Pool(model, first, settings, forward, seconds and POOL_SHARE * seconds)
+        count = min(settings.pool, settings.steps)
+        with _bar("equilibria", count, progress, itertools.islice(stream, count)) as first:
+            pool = Pool(model, first, settings, forward, seconds and POOL_SHARE * seconds, until)
     solver, targets = _begun(model, stream, settings, solver, forward, pool, sizes)
     learning = time.perf_counter()
     left = math.inf if seconds is None else max(seconds - (learning - started), sys.float_info.min)
     learner, kept, shares, learned_from, refused, step = Learner(solver, settings), [], 0.0, 0, torch.zeros(()), 0
     with (
         _writer(log) as writer,
-        _bar(settings.steps, progress) as bar,
+        _bar("fitting a solver", settings.steps, progress) as bar,
         held(model, apart_from=solver),
         settings.mode(model),
     ):
@@ -229,6 +233,7 @@ def fit_hyper_solver(
             shares, learned_from = shares + accepted, learned_from + bool(found)
             refused = refused + values.get("skipped", 0.0)
             last = step == settings.steps - 1 or share >= 1 or (not step and time.perf_counter() - learning >= left)
+            last = last or (until is not None and until())
             bar.update()
             if step % log_every == 0 or last:
                 kept.append({name: float(value) for name, value in values.items()})
@@ -371,10 +376,13 @@ def _writer(path: str | Path | None) -> "Iterator[MetricsWriter | None]":
         yield writer
 
 
-def _bar(steps: int, shown: bool) -> Any:
+def _bar(words: str, total: int, shown: bool, items: Iterable[Any] | None = None) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=steps, disable=None if shown else True, unit="step", dynamic_ncols=True)
+    unit = "step" if items is None else "batch"
+    hidden = None if shown else True
+    # Below the bar of a training it goes when it is full, which is what leave=None says.
+    return tqdm(items, words, total, leave=None, disable=hidden, unit=unit, dynamic_ncols=True)
 
 
 # Of a run

@@ -18,9 +18,13 @@ from equipoise._solution import EquilibriumWarning
 from equipoise._tree import tree_map
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import FitSettings, Follower, Forward, Networks, NotFittedError, fit_hyper_solver
+from equipoise.tasks.hyper import Fit, FitSettings, Follower, Forward, Networks, NotFittedError, fit_hyper_solver
 
 LATE, REFRESHED, RESTING = 1, 2, 3
+
+
+class FitStoppedError(Exception):
+    """A fit was asked to end; the learned solver is as it was before, so that the whole fit can be made later."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,14 @@ class Alternation:
             self.behind = LATE if self.behind == 0 else RESTING
 
     def before(
-        self, step: int, model: nn.Module, batches: Callable[[int], Any], forward: Forward | None = None
+        self,
+        step: int,
+        model: nn.Module,
+        batches: Callable[[int], Any],
+        forward: Forward | None = None,
+        *,
+        until: Callable[[], bool] = lambda: False,
+        progress: bool = False,
     ) -> dict[str, Any] | None:
         """Fit the solver if it is time to; returns what to log, or None.
 
@@ -143,6 +154,8 @@ class Alternation:
             model: As it is now; it is not touched.
             batches: From a step to a batch; those of the coming steps are used, without labels.
             forward: How to run the model on a batch.
+            until: Asked during a fit; `FitStoppedError` once it says yes.
+            progress: Whether to show a fit to a person at a terminal.
         """
         if self.solver is None and step < self.retry:
             return None
@@ -151,28 +164,35 @@ class Alternation:
         if not count:
             self._follow(step, model, batches, forward)
             return None
+        kept = self.state_dict()  # a fit that is stopped leaves no trace, so that a resumed run makes it as a whole
         if late:
             self.behind = REFRESHED  # also where nothing is learned: it would be tried before each step
         made = self.settings.solver.settings() if self.solver is None else {}
-        made |= {"solver": self.solver, "forward": forward, "log_every": count}
-        try:
-            with self._drawing(model, step):
-                fit = fit_hyper_solver(model, lambda i: batches(step + i), self._settings(count), **made)
-        except NotFittedError as error:  # the solver that there is goes on, learned or the model's own
+        made |= {"solver": self.solver, "forward": forward, "log_every": count, "until": until, "progress": progress}
+        fitted: Fit | str
+        with self._drawing(model, step):
+            try:
+                fitted = fit_hyper_solver(model, lambda i: batches(step + i), self._settings(count), **made)
+            except NotFittedError as error:
+                fitted = str(error)
+            if until():
+                self.load_state_dict(kept, next(model.parameters()).device)
+                raise FitStoppedError(f"the fit before step {step} was asked to end.")
+        if isinstance(fitted, str):  # the solver that there is goes on, learned or the model's own
             if self.solver is None:
                 self.retry = step + self.settings.every
                 warnings.warn(
-                    f"step {step}: no learned solver yet, the model's own goes on until step {self.retry}. {error} "
+                    f"step {step}: no learned solver yet, the model's own goes on until step {self.retry}. {fitted} "
                     "What is fit.KEY there is alternate.fit.KEY here.",
                     EquilibriumWarning,
                     stacklevel=3,
                 )
-            return {"steps": 0, "not_fitted": str(error)}
+            return {"steps": 0, "not_fitted": fitted}
         if regular:
             self.behind = 0
-        self.solver = fit.solver
-        self.seconds += fit.record["seconds"]
-        return {"steps": count, **fit.record}
+        self.solver = fitted.solver
+        self.seconds += fitted.record["seconds"]
+        return {"steps": count, **fitted.record}
 
     def _follow(self, step: int, model: nn.Module, batches: Callable[[int], Any], forward: Forward | None) -> None:
         """A single fitting step, if it is time for one."""

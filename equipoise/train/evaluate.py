@@ -252,7 +252,7 @@ def score(opened: TrainedRun, split: str, **changes: Any) -> dict[str, Any]:
     """
     window, started = StatsWindow(), time.perf_counter()
     with override(opened.model, **changes) if changes else contextlib.nullcontext(), opened.autocast():
-        metrics = evaluate(opened.task, opened.model, opened.splits, split, opened.device, window)
+        metrics = evaluate(opened.task, opened.model, opened.splits, split, opened.device, window, progress=True)
     return {**metrics, "solve": window.summary(), "seconds": time.perf_counter() - started}
 
 

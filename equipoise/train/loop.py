@@ -1,9 +1,10 @@
 """One training loop for every task: set up, put the objects together, fit."""
 
 import os
+import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from equipoise._solution import EquilibriumWarning, Stats
 from equipoise._stop import Stop
 from equipoise.tasks import Splits, Task
 from equipoise.tasks.hyper import forward_of
-from equipoise.train.alternate import Alternation
+from equipoise.train.alternate import Alternation, FitStoppedError
 from equipoise.train.captured_step import CapturedSteps, Pass, obstacle
 from equipoise.train.checkpoint import (
     GracefulStop,
@@ -175,7 +176,9 @@ class _Run:
             ending = self._ending(stop)
             self.pace.restart()
             while state.step < settings.steps and not ending:
-                self._fit_solver(log)
+                if not self._fit_solver(log, stop):
+                    ending = self._ending(stop)
+                    break
                 losses = self._train_step()
                 state.step += 1
                 self.pace.steps += 1
@@ -191,9 +194,11 @@ class _Run:
                     self.pace.restart()
                 elif state.step % settings.save_every == 0:
                     self._save()
+            interrupted = None if ending == TIME_IS_UP else ending
+            if interrupted and self.processes.main:
+                bar.write(f"{interrupted}: saving step {state.step}, then ending.", file=sys.stderr)
             if ending and state.saved != state.step:
                 self._save()
-        interrupted = None if ending == TIME_IS_UP else ending
         return Outcome(state.step, metrics, read_best(self.out / CHECKPOINTS), interrupted)
 
     def _ending(self, stop: GracefulStop) -> str | None:
@@ -212,18 +217,25 @@ class _Run:
         warnings.warn(f"train.capture: {reason}; no step is recorded.", EquilibriumWarning, stacklevel=4)
         return None
 
-    def _fit_solver(self, log: Any) -> None:
-        """Fit the learned solver to the model as it is, if it is time to."""
+    def _fit_solver(self, log: Any, stop: GracefulStop) -> bool:
+        """Fit the learned solver to the model as it is, if it is time to; False where a stop came before the end."""
         alternation, device = self.state.alternation, self.processes.device
         if alternation is None or self.schedule is None or self.schedule.at(self.state.step).phase == "warmup":
-            return
+            return True
 
-        self.schedule.at(self.state.step).apply(self.model)
-        with self.accelerator.autocast():
-            fitted = alternation.before(self.state.step, self.model, self.splits.train, forward_of(self.task, device))
+        step, forward = self.state.step, forward_of(self.task, device)
+        self.schedule.at(step).apply(self.model)
+        try:
+            with self.accelerator.autocast():
+                fitted = alternation.before(
+                    step, self.model, self.splits.train, forward, until=lambda: stop.requested, progress=True
+                )
+        except FitStoppedError:
+            return False
         if fitted is not None:
             self._write(log, {"hyper": fitted})
             self.pace.restart()
+        return True
 
     @property
     def _learned(self) -> Alternation | None:
@@ -494,6 +506,12 @@ class _Run:
         return tqdm(total=steps, initial=self.state.step, disable=hidden, unit="step", dynamic_ncols=True)
 
 
+def _shown(batches: Iterable[Any]) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    return tqdm(batches, disable=None, unit="batch", leave=False, dynamic_ncols=True)
+
+
 EvaluationStep = Callable[[Any, Any, Any], tuple[Any, list[tuple[Stats, Stop]]]]
 """From a batch, what the one before left, and metrics that take it in, to what is left and statistics of the solves."""
 
@@ -516,6 +534,7 @@ def evaluate(
     window: StatsWindow | None = None,
     most: int | None = None,
     step: EvaluationStep | None = None,
+    progress: bool = False,
 ) -> dict[str, float]:
     """Metrics of a model on a split; of all processes together, if there are several.
 
@@ -528,11 +547,13 @@ def evaluate(
         window: Takes the statistics of the solves.
         most: Batches to look at; None for all.
         step: How a batch is put into the metrics; the task's own step on the model by default.
+        progress: Whether to show a progress bar to a person at a terminal.
     """
     if split not in splits.held_out:
         raise unknown_name("split", split, splits.held_out)
     metrics, carry, step = task.metrics().to(device), None, step or partial(_evaluation_step, task, model)
-    for index, batch in enumerate(splits.held_out[split]()):
+    batches = splits.held_out[split]()
+    for index, batch in enumerate(_shown(batches) if progress else batches):
         if most is not None and index >= most:
             break
         if not batch.rows.count:  # a small batch may leave nothing for some processes

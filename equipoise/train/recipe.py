@@ -138,7 +138,10 @@ class Recipe:
     @classmethod
     def read(cls, path: str | Path, overrides: Iterable[str] = ()) -> "Recipe":
         """A recipe from a TOML file with overrides `a.b=c`."""
-        return cls.build(read_toml(path, overrides))
+        table = read_toml(path, overrides)
+        recipe = cls.build(table)
+        _check_alternate(recipe, table)
+        return recipe
 
     @classmethod
     def from_data(cls, values: Mapping[str, Any], source: str, overrides: Iterable[str] = ()) -> "Recipe":
@@ -197,3 +200,27 @@ class Recipe:
         base = deq.eval_plan or plan
         evaluation = Plan(solver or base.solver, plan.adjoint, stop or base.stop)
         return PlanSchedule(plan, evaluation, self.warmup, self.opening, self.jitter, self.penalty, self.train.seed)
+
+
+def _check_alternate(recipe: Recipe, table: Table) -> None:
+    """Refuse settings of `[alternate]` without effect; a start of none, given as such, puts the section aside."""
+    section, source = table.section("alternate"), table.source
+    start, steps = ("alternate", "start"), ("train", "steps")
+    if section.values and "start" not in section.values:
+        key = next(iter(section.values))
+        raise ConfigError(
+            f"{source.of(('alternate', key))}: alternate.{key} has no effect without alternate.start, the step before "
+            "which a solver is fitted first; give that too, or alternate.start=none to put the section aside."
+        )
+    if "steps" in section.section("fit").values:
+        raise ConfigError(
+            f"{source.of(('alternate', 'fit', 'steps'))}: alternate.fit.steps has no effect; alternate.first is the "
+            "number of steps of the first fit, alternate.refresh that of each later one."
+        )
+    first, last = recipe.alternate.start, recipe.train.steps
+    tried = source.of(steps) != source.name == source.of(start)  # a recipe that is made shorter stays one
+    if first is not None and first >= last and not tried:
+        raise ConfigError(
+            f"{source.of(start)}: alternate.start = {first} is not below train.steps = {last}, so that no solver would "
+            "be fitted; give an earlier step, or alternate.start=none."
+        )

@@ -1,8 +1,10 @@
 """Scoring finished runs: sweeps, solvers, precision, and when a number is not an equilibrium's."""
 
+import io
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,16 @@ def test_points_of_a_sweep_are_what_an_override_gives(run):
     assert [result["solve"]["nfe"] for result in record["results"]] == [1, 3, 5]
     assert (record["solver"], record["sweep"], record["metric"]) == ("Broyden", "stop.max_steps", "loss")
     assert all(result["seconds"] > 0 for result in record["results"])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_batches_of_a_single_score_are_counted_to_a_person(run, monkeypatch, terminal):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    score_run(run)
+    assert ("0batch" in shown.getvalue()) == terminal
+    assert bool(shown.getvalue()) == terminal
 
 
 def test_another_setting_is_swept(run):

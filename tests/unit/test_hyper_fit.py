@@ -240,6 +240,15 @@ def test_no_time_is_no_limit_of_time(deq):
         fit_hyper_solver(deq, batch, SHORT, seconds=0.0, **SIZES)
 
 
+@pytest.mark.parametrize(("pool", "steps", "found"), [(None, 3, None), (9, 1, 3), (2, 1, 2)])
+def test_a_fit_ends_when_it_is_told_to(deq, pool, steps, found):
+    asked = []
+    settings = FitSettings(steps=9, unroll=2, pool=pool)
+    fit = fit_hyper_solver(deq, batch, settings, until=lambda: asked.append(None) or len(asked) >= 3, **SIZES)
+    assert (fit.record["steps"], fit.record["pool"]) == (steps, found)
+    assert len(asked) == 3 + (found == 3)  # of a pool that was told to end, once more after a step
+
+
 def test_a_seed_is_a_fit(deq):
     fits = [fit_hyper_solver(deq, batch, FitSettings(steps=2, unroll=2, seed=s), **SIZES).solver for s in (0, 0, 1)]
     weights = [fit.step.inner.weight for fit in fits]

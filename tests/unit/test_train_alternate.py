@@ -2,7 +2,12 @@
 
 import copy
 import dataclasses
+import io
+import os
 import shutil
+import signal
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +15,16 @@ from torch import nn
 
 import equipoise as eq
 from equipoise import HyperAnderson, Stop
+from equipoise.tasks import _hyper_pool, hyper
 from equipoise.tasks.hyper import FitSettings, Networks
-from equipoise.train import alternate, loop
-from equipoise.train.alternate import LATE, RESTING, Alternate, Alternation
+from equipoise.train import ConfigError, alternate, loop
+from equipoise.train.alternate import LATE, RESTING, Alternate, Alternation, FitStoppedError
 from equipoise.train.load import load
 from equipoise.train.loop import train
+from equipoise.train.recipe import Recipe
 from equipoise.train.tracking import read_metrics
 from tests.runs import COPY, recipe
+from tests.training import same, saved
 from tests.unit.test_hyper_fit import Cell
 
 SETTINGS = Alternate(
@@ -311,3 +319,112 @@ def test_a_fit_has_the_seed_of_its_run(tmp_path, monkeypatch):
     learned = {"start": 1, "first": 2, "solver": {"hidden": 4, "width": 4}, "fit": {"unroll": 2, "accept": 2.0}}
     train(recipe({**COPY, "alternate": learned}, "train.seed=3", "train.steps=2"), tmp_path)
     assert seen == [3]
+
+
+# Ends before the end
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, HOPELESS])
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_fit_that_is_stopped_leaves_no_trace(step, settings):
+    deq, alternation = eq.DEQ(Cell(), engine="eager"), Alternation(SETTINGS)
+    alternation.before(2, deq, batch)
+    alternation.settings, alternation.behind = settings, LATE
+    before, drawn = alternation.state_dict(), torch.get_rng_state()
+    with pytest.raises(FitStoppedError, match=f"before step {step}"):
+        alternation.before(step, deq, batch, until=lambda: True)
+    assert same(alternation.state_dict(), before)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    nothing = Alternation(settings)
+    with pytest.raises(FitStoppedError):
+        nothing.before(step, deq, batch, until=lambda: True)
+    assert same(nothing.state_dict(), Alternation(settings).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "call", "step"),
+    [
+        (hyper, "_learn", 1, 1),
+        (hyper, "_learn", 3, 1),  # the last of a fit: it is thrown away all the same
+        (hyper, "_learn", 4, 3),
+        (_hyper_pool, "find_targets", 1, 1),
+        (_hyper_pool, "find_targets", 4, 3),
+    ],
+)
+def test_a_run_that_a_signal_ends_within_a_fit_goes_on_bit_by_bit(module, name, call, step, tmp_path, monkeypatch):
+    learned = {"start": 1, "first": 3, "every": 2, "refresh": 2, "follow": 1, "solver": {"hidden": 4, "width": 4}}
+    given = recipe({**COPY, "alternate": {**learned, "fit": {"unroll": 2, "accept": 2.0, "pool": 2}}})
+    train(given, tmp_path / "whole")
+    own, calls = getattr(module, name), []
+
+    def signalled(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return own(*arguments)
+
+    monkeypatch.setattr(module, name, signalled)
+    outcome = train(given, tmp_path / "again")
+    assert (outcome.step, outcome.interrupted, len(calls)) == (step, "SIGTERM", call)
+    monkeypatch.setattr(module, name, own)
+    train(given, tmp_path / "again", resume=True)
+    states = [saved(tmp_path / folder) for folder in NAMES]
+    assert all(state["trainer"]["alternation"].pop("seconds") > 0 for state in states)
+    assert same(*states)
+    fits = [
+        [line["step"] for line in read_metrics(tmp_path / folder / "metrics.jsonl") if "hyper" in line]
+        for folder in NAMES
+    ]
+    assert fits == [[1, 3, 5]] * 2
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_person_sees_that_a_solver_is_fitted(terminal, tmp_path, monkeypatch):
+    shown = io.StringIO()
+    shown.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stderr", shown)
+    learned = {"start": 1, "first": 2, "solver": {"hidden": 4, "width": 4}}
+    fit = {"unroll": 2, "accept": 2.0, "pool": 2}
+    train(recipe({**COPY, "alternate": {**learned, "fit": fit}}, "train.steps=2"), tmp_path)
+    for words in ("equilibria:", "fitting a solver:"):
+        assert (words in shown.getvalue()) == terminal
+
+
+# Settings without effect
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        (
+            "copy_memory",
+            ["alternate.every=5"],
+            r"^--set alternate.every=5: alternate.every has no effect without alternate.start.*alternate.start=none",
+        ),
+        ("copy_memory", ["alternate.fit.unroll=5"], "alternate.fit has no effect without alternate.start"),
+        (
+            "ptb_trellisnet_alternating",
+            ["alternate.start=12400"],
+            "^--set alternate.start=12400: alternate.start = 12400 is not below train.steps = 12400.*an earlier step",
+        ),
+        ("ptb_trellisnet_alternating", ["train.steps=9", "alternate.start=9"], "not below train.steps = 9"),
+        (
+            "ptb_trellisnet_alternating",
+            ["alternate.fit.steps=300"],
+            r"^--set alternate.fit.steps=300: .*no effect; alternate.first is .* alternate.refresh",
+        ),
+    ],
+)
+def test_settings_without_effect_are_refused(name, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        Recipe.read(RECIPES / f"{name}.toml", changes)
+
+
+@pytest.mark.parametrize("changes", [["alternate.start=none"], ["train.steps=9"], ["alternate.start=12399"]])
+def test_a_recipe_may_be_tried_without_or_before_its_learned_solver(changes):
+    given = Recipe.read(RECIPES / "ptb_trellisnet_alternating.toml", changes)
+    assert given.alternate.first == 150
+    again = Recipe.from_data(given.to_data(), "config.json")  # as a finished run is read
+    assert again.alternate == given.alternate

@@ -93,7 +93,7 @@ def test_a_crashed_run_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
-def test_a_signal_saves_and_ends_the_run(tmp_path, monkeypatch):
+def test_a_signal_saves_and_ends_the_run(tmp_path, monkeypatch, capsys):
     step = CopyMemoryTask.training_step
     before = signal.getsignal(signal.SIGINT)
 
@@ -106,6 +106,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path, monkeypatch):
     outcome = train(recipe(COPY, "train.save_every=100"), tmp_path)
     assert (outcome.step, outcome.interrupted) == (3, "SIGINT")
     assert latest_checkpoint(tmp_path / "checkpoints").name == "step-000003"
+    assert capsys.readouterr().err == "SIGINT: saving step 3, then ending.\n"
     assert signal.getsignal(signal.SIGINT) is before
 
 
