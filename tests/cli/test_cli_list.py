@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_everything_that_can_be_named_is_listed():
     record = json.loads(invoke("list", "--json").stdout)
-    kinds = {"models", "tasks", "solvers", "adjoints", "corpora", "images", "recipes", "ablations"}
+    kinds = {"models", "tasks", "solvers", "adjoints", "corpora", "images", "recipes", "ablations", "hyper"}
     assert set(record) == kinds | {"figures", "benchmarks"}
     assert list(record["models"]) == sorted(MODELS)
     assert list(record["tasks"]) == sorted(TASKS)
