@@ -206,13 +206,15 @@ def _check_alternate(recipe: Recipe, table: Table) -> None:
     """Refuse settings of `[alternate]` without effect; a start of none, given as such, puts the section aside."""
     section, source = table.section("alternate"), table.source
     start, steps = ("alternate", "start"), ("train", "steps")
-    if section.values and "start" not in section.values:
-        key = next(iter(section.values))
+    default = Alternate()  # what a file has that names every setting
+    changed = [key for key in section.values if getattr(recipe.alternate, key) != getattr(default, key)]
+    if changed and "start" not in section.values:
+        key = changed[0]
         raise ConfigError(
             f"{source.of(('alternate', key))}: alternate.{key} has no effect without alternate.start, the step before "
             "which a solver is fitted first; give that too, or alternate.start=none to put the section aside."
         )
-    if "steps" in section.section("fit").values:
+    if recipe.alternate.fit.steps != default.fit.steps:
         raise ConfigError(
             f"{source.of(('alternate', 'fit', 'steps'))}: alternate.fit.steps has no effect; alternate.first is the "
             "number of steps of the first fit, alternate.refresh that of each later one."
