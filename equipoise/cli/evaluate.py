@@ -11,6 +11,26 @@ from equipoise.cli.output import plots_or_exit, show, table, warn
 
 IOU = "iou_"
 
+Solvers = Annotated[
+    str | None,
+    typer.Option(
+        help="Solve by this one instead of the model's; hyper:PATH is a learned one. Several, with commas "
+        "between, with --pareto; learned ones of equal settings count as seeds of one kind."
+    ),
+]
+Pareto = Annotated[
+    bool,
+    typer.Option(
+        "--pareto",
+        help="Metric and time per batch of several solvers: RUN/pareto.json. An older one by other settings is "
+        "kept under a name with its time.",
+    ),
+]
+Pictures = Annotated[
+    int | None,
+    typer.Option(min=1, help="Also draw so many images with what the model says of them, into RUN/figures."),
+]
+
 
 def evaluate(
     run: RunFolder,
@@ -24,26 +44,10 @@ def evaluate(
             help="Values of a setting to score at: stop.max_steps=1:20, 1:20:3 or 2,5,10; also solver.memory."
         ),
     ] = None,
-    solver: Annotated[
-        str | None,
-        typer.Option(
-            help="Solve by this one instead of the model's; hyper:PATH is a learned one. Several, with commas "
-            "between, with --pareto; learned ones of equal settings count as seeds of one kind."
-        ),
-    ] = None,
+    solver: Solvers = None,
     guard: Guard = False,
-    pareto: Annotated[
-        bool,
-        typer.Option(
-            "--pareto",
-            help="Metric and time per batch of several solvers: RUN/pareto.json. An older one by other settings is "
-            "kept under a name with its time.",
-        ),
-    ] = False,
-    pictures: Annotated[
-        int | None,
-        typer.Option(min=1, help="Also draw so many images with what the model says of them, into RUN/figures."),
-    ] = None,
+    pareto: Pareto = False,
+    pictures: Pictures = None,
     beside: Annotated[
         list[Path] | None,
         typer.Option(help="With --pareto: another run on the same data, e.g. of an explicit network, as one point."),

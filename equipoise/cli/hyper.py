@@ -19,6 +19,44 @@ LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the 
 SEEDS = 3  # of a recipe, in a report
 FULL = "full"  # the recipe that others are compared with
 
+Finetune = Annotated[Path | None, typer.Option(help="A learned solver to go on with, e.g. of an earlier checkpoint.")]
+Inputs = Annotated[
+    Path | None,
+    typer.Option(
+        help="Unlabelled inputs to fit on instead of the training data: a folder of pictures, or a text file for a "
+        "language model."
+    ),
+]
+Recipes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--recipe",
+        help="Settings in a file, [solver] and [fit], or a name (`equipoise list hyper`). With --report it may be "
+        "repeated, and may be a folder of files.",
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", help="Change a setting of fit, solver or task, e.g. --set fit.learning_rate=1e-3. May be repeated."
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(help="Fit several solvers, measure them, and write tables and figures into this folder."),
+]
+Beside = Annotated[
+    list[Path] | None, typer.Option(help="Of a report: another run on the same data, e.g. of an explicit network.")
+]
+Budgets = Annotated[
+    list[int] | None,
+    typer.Option(
+        help="Of a report: number of solver steps to measure at, 1 to 12 by default; repeat for several. What "
+        "Anderson has after the most of them is to be reached.",
+        min=1,
+    ),
+]
+
 
 def hyper(
     run: RunFolder,
@@ -30,50 +68,18 @@ def hyper(
     minutes: Annotated[
         float | None, typer.Option(help="End after so many, above 0, all fits of a report together.")
     ] = None,
-    finetune: Annotated[
-        Path | None, typer.Option(help="A learned solver to go on with, e.g. of an earlier checkpoint.")
-    ] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Unlabelled inputs to fit on instead of the training data: a folder of pictures, or a text file for a "
-            "language model."
-        ),
-    ] = None,
-    recipes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--recipe",
-            help="Settings in a file, [solver] and [fit], or a name (`equipoise list hyper`). With --report it may be "
-            "repeated, and may be a folder of files.",
-        ),
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set", help="Change a setting of fit, solver or task, e.g. --set fit.learning_rate=1e-3. May be repeated."
-        ),
-    ] = None,
+    finetune: Finetune = None,
+    inputs: Inputs = None,
+    recipes: Recipes = None,
+    changes: Changes = None,
     seed: Annotated[int | None, typer.Option(help="Of the initial weights.")] = None,
-    report: Annotated[
-        Path | None,
-        typer.Option(help="Fit several solvers, measure them, and write tables and figures into this folder."),
-    ] = None,
+    report: Report = None,
     seeds: Annotated[
         int | None, typer.Option(help="Of a report: solvers fitted by each recipe; 3 by default.", min=1)
     ] = None,
-    beside: Annotated[
-        list[Path] | None, typer.Option(help="Of a report: another run on the same data, e.g. of an explicit network.")
-    ] = None,
+    beside: Beside = None,
     most: Annotated[int | None, typer.Option(help="Of a report: batches to score on; all by default.", min=1)] = None,
-    at: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="Of a report: number of solver steps to measure at, 1 to 12 by default; repeat for several. What "
-            "Anderson has after the most of them is to be reached.",
-            min=1,
-        ),
-    ] = None,
+    at: Budgets = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite a solver that is there.")] = False,
     which: Which = "best",
     data_dir: DataDir = None,

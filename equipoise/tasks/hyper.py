@@ -243,19 +243,24 @@ def fit_hyper_solver(
             if last:
                 break
     learner.release()
-    if not learned_from:
-        raise NoEquilibriaError(model, settings, solved=True)
     skipped = int(refused)
-    if skipped == learned_from:
-        raise NotFittedError(
-            f"none of {learned_from:,} steps of the fit could be made: the gradient of {settings.unroll} unrolled "
-            "steps was never finite. Unroll fewer (fit.unroll); if that does not help, f has no finite derivative."
-        )
+    _require_learned(model, settings, learned_from, skipped)
     record: dict[str, Any] = {"first": kept[0], "last": kept[-1], "seconds": time.perf_counter() - started}
     record |= {"steps": step + 1, "pool": None if pool is None else len(pool), "accepted": shares / (step + 1)}
     record |= {"skipped": skipped, "replayed": learner.replayed, "not_recorded": learner.obstacle}
     own, base = solver.num_parameters, sum(parameter.numel() for parameter in own_parameters(model))
     return Fit(solver, {**record, "parameters": own, "model_parameters": base, "share": own / max(1, base)})
+
+
+def _require_learned(model: nn.Module, settings: FitSettings, steps: int, skipped: int) -> None:
+    """Raise if there was nothing to learn from in any step, or no step could be made."""
+    if not steps:
+        raise NoEquilibriaError(model, settings, solved=True)
+    if skipped == steps:
+        raise NotFittedError(
+            f"none of {steps:,} steps of the fit could be made: the gradient of {settings.unroll} unrolled steps was "
+            "never finite. Unroll fewer (fit.unroll); if that does not help, f has no finite derivative."
+        )
 
 
 def _begun(
