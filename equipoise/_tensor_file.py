@@ -1,9 +1,23 @@
-"""Files of tensors."""
+"""Files of tensors, and what tells tensors apart."""
 
+import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def digest_of(named: Iterable[tuple[str, Any]]) -> str:
+    """A digest of tensors, their names, shapes and dtypes, in this order; what is no tensor does not count."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in named:
+        if isinstance(value, Tensor):
+            digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -1,7 +1,6 @@
 """Learned solvers in files, each with its settings and the fingerprint of the model it was fitted to."""
 
 import dataclasses
-import hashlib
 import json
 import os
 import warnings
@@ -13,7 +12,7 @@ from torch import nn
 
 from equipoise._errors import unknown_name
 from equipoise._solution import EquilibriumWarning
-from equipoise._tensor_file import write_tensors
+from equipoise._tensor_file import digest_of, write_tensors
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.base import SOLVERS, Solver, as_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
@@ -28,13 +27,8 @@ class WrongModelError(ValueError):
 
 def fingerprint(model: nn.Module) -> str:
     """A digest of a model's parameters and buffers, their names and shapes; learned solvers in it do not count."""
-    digest = hashlib.blake2b(digest_size=16)
     state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}  # of torch.compile
-    for name, value in sorted(state.items()):
-        if isinstance(value, torch.Tensor):
-            digest.update(f"{name}|{tuple(value.shape)}|{value.dtype}".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest_of(sorted(state.items()))
 
 
 def save_solver(

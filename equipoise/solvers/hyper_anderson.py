@@ -206,15 +206,16 @@ class HyperAnderson(Solver, nn.Module):
         learned = config.local or any(part is not None for part in (self.initialiser, self.step, self.correction))
         sizes, sketched = _state_sizes(spec, config.kind), config.compression == "sketch" and not config.local
         sized = self.initialiser is not None or self.correction is not None
-        free = not (sized or config.local) and (sketched or not config.learns_steps)
+        rigid = sized or config.local  # leaf by leaf, position by position
+        free = not rigid and (sketched or not config.learns_steps)
         if learned and (len(sizes) != len(config.state) if free else sizes != config.state):
             raise ValueError(
                 f"HyperAnderson: made for {_FORMS[config.kind]}, {_listed(config.state)} by leaf, but this state has "
                 f"leaves of shape {', '.join(str(tuple(shape)) for shape in spec.shapes)}; fit one to this model "
                 "(fit_hyper_solver, `equipoise hyper RUN`)."
             )
-        lengths = {shape[spec.batch_dims] for shape in spec.shapes} if config.kind == "sequence" and learned else set()
-        if len(lengths) > 1 and (sized or config.local):
+        lengths = {shape[spec.batch_dims] for shape in spec.shapes} if rigid and config.kind == "sequence" else set()
+        if len(lengths) > 1:
             raise ValueError(
                 f"HyperAnderson: made for sequences of one length, but the leaves of this state have "
                 f"{_listed(sorted(lengths))} positions; take it as flat (HyperAnderson.for_any, hyper_solver_for)."

@@ -4,7 +4,6 @@ What takes long is kept in the run, RUN/hyper/NAME/seed-K, so that the same comm
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import time
@@ -21,6 +20,7 @@ from equipoise._errors import require_count, require_number
 from equipoise._fixed_point import solve
 from equipoise._module import override
 from equipoise._stop import Stop
+from equipoise._tensor_file import digest_of
 from equipoise.adjoints import Implicit
 from equipoise.nn.frozen import frozen
 from equipoise.solvers import Anderson, Solver, as_solver, fingerprint
@@ -49,7 +49,7 @@ from equipoise.train.pareto import FILE as PARETO
 from equipoise.train.pareto import LEARNED, loaded_beside, pareto_opened
 from equipoise.train.pareto_curves import curves
 from equipoise.train.scoring import Scoring, engine_of
-from equipoise.train.tracking import environment, plain, read_metrics, write_json
+from equipoise.train.tracking import environment, plain, put_aside, read_metrics, write_json
 
 CLASSIC = ("anderson", "broyden")
 FITTED, MEASURED, REPORT = "fit.json", "measured.json", "report.json"
@@ -283,10 +283,9 @@ class _Study:
     def _fit(self, name: str, recipe: HyperRecipe, seed: int, until: float | None, more: int) -> _Fitted | None:
         """A new solver; by a time that is to do for so many fits, this one among them."""
         folder, recipe = self._place(name, seed), self._recipe(recipe, seed)
-        if (folder / FITTED).is_file():  # of other settings, data or weights; it may have taken hours
-            older = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}")
-            folder.rename(older)
-            self.say(f"{name}, seed {seed}: the one that was fitted otherwise stays in {older}")
+        if (folder / FITTED).is_file():  # of other settings, data or weights
+            self.say(f"{name}, seed {seed}: the one that was fitted otherwise stays in {put_aside(folder)}")
+        (folder / MEASURED).unlink(missing_ok=True)  # of a solver whose record is gone
 
         def left() -> float | None:
             return None if until is None else max(until - time.perf_counter(), LEAST_SECONDS)
@@ -415,13 +414,7 @@ class _Study:
 
 def _digest(batches: Iterable[Any]) -> str:
     """What tells data apart: a digest of some batches."""
-    digest = hashlib.blake2b(digest_size=16)
-    for batch in batches:
-        for name, value in sorted(vars(batch.to("cpu")).items()):
-            if isinstance(value, Tensor):
-                digest.update(f"{name}|{tuple(value.shape)}".encode())
-                digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return digest_of(item for batch in batches for item in sorted(vars(batch.to("cpu")).items()))
 
 
 def _until(batches: Any, systems: int) -> Iterator[Any]:

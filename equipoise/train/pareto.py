@@ -2,10 +2,8 @@
 
 import contextlib
 import copy
-import itertools
 import json
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -40,7 +38,7 @@ from equipoise.train.load import (
 )
 from equipoise.train.pareto_curves import conclusions, curves, mean_curve
 from equipoise.train.scoring import Scoring
-from equipoise.train.tracking import StatsWindow, environment, plain, write_json
+from equipoise.train.tracking import StatsWindow, environment, plain, put_aside, write_json
 
 FILE = "pareto.json"
 LEARNED = "hyper"
@@ -425,7 +423,7 @@ def _measured(record: Mapping[str, Any], steps: int) -> str:
 
 
 def _keep_older(path: Path, record: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Give an older measurement by other settings a name of its own: it may have taken hours."""
+    """Put an older measurement by other settings aside."""
     if not path.is_file():
         return
     try:
@@ -433,11 +431,7 @@ def _keep_older(path: Path, record: Mapping[str, Any], say: Callable[[str], None
             return
     except (ValueError, KeyError, TypeError):  # damaged, or of another version
         pass
-    stem = f"{path.stem}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(path.stat().st_mtime))}"
-    names = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
-    older = next(place for place in (path.with_name(f"{name}.json") for name in names) if not place.exists())
-    path.rename(older)
-    say(f"what was measured by other settings before stays in {older}")
+    say(f"what was measured by other settings before stays in {put_aside(path)}")
 
 
 def _settings(record: Mapping[str, Any]) -> list[Any]:

@@ -1,5 +1,6 @@
 """What a run writes down: metrics as JSON lines, its environment, statistics of its solves."""
 
+import itertools
 import json
 import math
 import os
@@ -100,6 +101,19 @@ def written_scores(folder: str | Path, split: str = "*") -> list[Path]:
     """
     found = (Path(folder) / "eval").glob(f"{split}-*.json")
     return sorted(found, key=lambda path: path.stem.partition("-")[2], reverse=True)
+
+
+def put_aside(path: Path) -> Path:
+    """Give a file or folder that is in the way a name of its own, with the time of its writing; returns the new place.
+
+    What it holds may have taken hours.
+    """
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(path.stat().st_mtime))
+    names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
+    places = (path.with_name(f"{path.stem}-{name}{path.suffix}") for name in names)
+    older = next(place for place in places if not place.exists())
+    path.rename(older)
+    return older
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

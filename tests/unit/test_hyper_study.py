@@ -240,6 +240,14 @@ def test_other_settings_are_fitted_anew(studied, not_drawn, tmp_path):
     assert f"full, seed 0: the one that was fitted otherwise stays in {older}" in said
 
 
+def test_curves_of_a_solver_whose_record_is_gone_are_measured_anew(studied, not_drawn, tmp_path):
+    run, said = shutil.copytree(studied[0], tmp_path / "run"), []
+    (run / "hyper" / "full" / "seed-0" / "fit.json").unlink()
+    study_run(run, {"full": CHOSEN["full"]}, tmp_path / "out", seeds=1, measuring=MEASURING, say=said.append)
+    assert any(line.startswith("full, seed 0") for line in said)
+    assert "measuring full, seed-0" in said
+
+
 def test_another_task_is_fitted_and_measured_anew(studied, not_drawn, tmp_path):
     run = shutil.copytree(studied[0], tmp_path / "run")
     said, changes = [], ["task.batch_size=4"]
