@@ -53,21 +53,20 @@ FIGURES = ("training", "nfe", "residual", "convergence", "steps", "memory", "tim
 PROMPT, CHARACTERS, SAMPLING = "The ", 400, Sampling(temperature=0.7, seed=1)
 QUICK_STEPS, QUICK_CHARACTERS = 12, 20
 LEARNING = (
-    "fit.steps=500",
-    "fit.unroll=8",
+    "solver.budget=0.16",
+    "solver.memory=4",
+    "solver.reach=1",
+    "fit.steps=1000",
+    "fit.unroll=4",
     "fit.learning_rate=1e-2",
-    "fit.pool=40",
-    "fit.joint=true",
-    'fit.solver="anderson"',
+    "fit.pool=120",
     "fit.stop={rtol = 2e-3, max_steps = 30}",
-    'solver.weights="least_squares"',
-    "solver.mixing=false",
-    "solver.local=false",
     "task.batch_size=4",
 )
-"""How the learned solver is fitted: half a minute at most. The start is learned and steps are Anderson's, which cost
-less on a processor than learned ones."""
+"""How the learned solver is fitted, besides its recipe: in half a minute at most. The usual 4 % of a model's parameters
+are too few where the model itself has a hundred thousand."""
 REACHED = 1e-2  # relative residual that the learned solver is to reach in fewer steps than Anderson
+FEWER = 0.8  # of Anderson's steps, at most
 BUDGETS = (1, 2, 3, 4, 6, 8, 10)  # numbers of steps that metric and time are measured after
 SCORED = 6  # batches of the validation text for that
 QUICK = (
@@ -263,7 +262,7 @@ def beside(arguments: Sequence[str], said: Path, what: str) -> Iterator[None]:
 def learning_command(run: Path, quick: bool) -> list[str]:
     """What fits a learned solver to a run, after the name of the program."""
     changes = (*LEARNING, *(QUICK_LEARNING if quick else ()))
-    return ["hyper", str(run), "--which", "latest", *_sets(changes)]
+    return ["hyper", str(run), "--which", "latest", "--recipe", "accelerated", *_sets(changes)]
 
 
 # Measuring
@@ -361,9 +360,10 @@ def verdicts(deq: dict[str, Any], memory: Sequence[dict[str, Any]], learned: dic
             f"{100 * AGREEMENT:g} % is wanted.",
         ),
         (
-            needed < classic,
+            needed <= FEWER * classic,
             f"The learned solver needs fewer steps on held-out text: {needed:.1f} to a relative residual of "
-            f"{learned['residual']:g} (the mean of sequences), Anderson {classic:.1f}.",
+            f"{learned['residual']:g} (the mean of sequences), Anderson {classic:.1f}. That is "
+            f"{100 * needed / classic:.0f} % of them; at most {100 * FEWER:.0f} % is wanted.",
         ),
     ]
 

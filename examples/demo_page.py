@@ -141,7 +141,8 @@ def _learned(page: Page, results: dict[str, Any], charts: dict[str, Chart]) -> N
     page.heading("A solver that learned from this model")
     page.text(
         f"{learned['parameters']:,} parameters ({100 * learned['parameters'] / deq['parameters']:.1f} % of the "
-        "model's) guess where the equilibrium is; from there on steps are Anderson's. They were fitted "
+        "model's; larger models need a smaller share) guess where the equilibrium is, and map what is left over of "
+        "each step; weights of steps are Anderson's. They were fitted "
         f"to the trained model in {learned['fit_steps']:,} steps and {learned['seconds']:.0f} s, from its own "
         "equilibria and without labels; the model did not change. To a relative residual of "
         f"{learned['residual']:g} the learned solver takes {steps['learned']:.1f} steps, Anderson "
@@ -156,8 +157,7 @@ def _learned(page: Page, results: dict[str, Any], charts: dict[str, Chart]) -> N
     page.note(
         "Perplexity on held-out text, and time per batch, after each number of solver steps; the single point is the "
         f"layer applied {_depth(results)} times. To the perplexity that Anderson has after {learned['at']} steps, "
-        f"within half a percent, the learned solver {said}. How to combine iterates can be learned, too, but on a "
-        "model of this size, and on a CPU, such networks cost about as much as the layer."
+        f"within half a percent, the learned solver {said}."
     )
 
 

@@ -30,7 +30,7 @@ def memory(deq, penalised, stack):
     return [{"name": name, "graph": 0.75 * kept, "history": 0.25 * kept} for name, kept in rows.items()]
 
 
-LEARNED = {"steps": {"anderson": 9.0, "learned": 7.5}, "residual": 1e-2}
+LEARNED = {"steps": {"anderson": 9.0, "learned": 7.0}, "residual": 1e-2}
 GOOD = {"scores": {"16": score(2.0, 1e-3), "40": score(2.001, 1e-4)}}
 
 
@@ -153,7 +153,7 @@ def test_what_holds():
     assert "That is 1/5.0 of it; at most 1/5 is wanted." in found[0][1]
     assert "1.0e-03 within 16 solver steps and 1.0e-04 within 40 solver steps" in found[1][1]
     assert "0.05 % apart" in found[2][1]
-    assert "7.5 to a relative residual of 0.01 (the mean of sequences), Anderson 9.0." in found[3][1]
+    assert "7.0 to a relative residual of 0.01 (the mean of sequences), Anderson 9.0. That is 78 % of" in found[3][1]
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,10 @@ def test_what_does_not_hold_is_said(scores, penalised, broken):
     assert not found[broken][0]
 
 
-def test_a_learned_solver_that_is_not_faster_does_not_hold():
-    equal = {**LEARNED, "steps": {"anderson": 9.0, "learned": 9.0}}
-    assert not demo.verdicts(GOOD, memory(MIB, MIB, 10 * MIB), equal)[3][0]
+@pytest.mark.parametrize("needed", [9.0, 7.3])
+def test_a_learned_solver_that_is_hardly_faster_does_not_hold(needed):
+    slow = {**LEARNED, "steps": {"anderson": 9.0, "learned": needed}}
+    assert not demo.verdicts(GOOD, memory(MIB, MIB, 10 * MIB), slow)[3][0]
 
 
 def test_what_does_not_hold_ends_with_code_1(quick, monkeypatch):
