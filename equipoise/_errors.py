@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 
 class UnknownNameError(ValueError):
     """A name that is not in a registry or a list of choices; `kind` says of what."""
@@ -39,6 +41,14 @@ def require_number(
     if not valid:
         left, right = "(" if open_low else "[", "]" if closed_high else ")"
         raise ValueError(f"{owner}: {name} must be a number in {left}{low:g}, {high:g}{right}, got {value!r}.")
+
+
+def require_gradients(owner: str) -> None:
+    """Raise inside torch.inference_mode(), where derivatives would be zeros, or errors that do not say why."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{owner} needs gradients, which torch.inference_mode() cannot give: call it outside of that."
+        )
 
 
 def require_count(owner: str, name: str, value: Any, *, low: int = 1) -> None:

@@ -29,7 +29,7 @@ from equipoise._capture import remember
 from equipoise._compat import autocast_dtype, inside_functorch_transform, reenter_autocast
 from equipoise._errors import require_count
 from equipoise._fingerprint import Watch
-from equipoise._module import DEQ, LEARNED, Plan, deqs_in
+from equipoise._module import DEQ, LEARNED, deqs_in
 from equipoise._recording import CannotCapture, Recording, Snapshot
 from equipoise._scope import current_scope
 from equipoise._solution import EquilibriumWarning
@@ -70,15 +70,11 @@ def _watched(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if id(module) not in apart]
 
 
-def _plan(deq: DEQ) -> Plan:
-    return deq.plan if deq.training or deq.eval_plan is None else deq.eval_plan
-
-
 def _solves(deqs: list[DEQ]) -> tuple[Any, ...]:
     """What the DEQs of a model are set to; an error if one of them cannot be part of a graph."""
     found = []
     for deq in deqs:
-        plan, stop = _plan(deq), _plan(deq).stop
+        plan, stop = deq.current_plan, deq.current_plan.stop
         if not stop.fixed_budget:
             raise CannotCapture(
                 f"solves end by a tolerance (stop.rtol={stop.rtol:g}, atol={stop.atol:g}), which the host asks for; "

@@ -122,7 +122,7 @@ class DEQ(nn.Module):
 
     @plan.setter
     def plan(self, plan: Plan) -> None:
-        self._plans = (plan, self._plans[1])
+        self._plans = (_checked_plan("plan", plan), self._plans[1])
         self._adopt_solvers()
 
     @property
@@ -132,8 +132,13 @@ class DEQ(nn.Module):
 
     @eval_plan.setter
     def eval_plan(self, plan: Plan | None) -> None:
-        self._plans = (self._plans[0], plan)
+        self._plans = (self._plans[0], plan if plan is None else _checked_plan("eval_plan", plan))
         self._adopt_solvers()
+
+    @property
+    def current_plan(self) -> Plan:
+        """The plan of the mode the module is in."""
+        return self.plan if self.training or self.eval_plan is None else self.eval_plan
 
     def _adopt_solvers(self) -> None:
         """Make learned solvers submodules, so that they move and are trained with the model."""
@@ -154,7 +159,9 @@ class DEQ(nn.Module):
         collect: str | tuple[str, ...] | None = None,
     ) -> Solution:
         """Solve for the equilibrium of `inputs`, from `z0` if given."""
-        plan = self.plan if self.training or self.eval_plan is None else self.eval_plan
+        plan = self.current_plan
+        if torch.compiler.is_compiling() and not plan.stop.fixed_budget:
+            return _uncompiled(self, inputs, {"z0": z0, "context": context, "trace": trace, "collect": collect})
         if self._may_capture(inputs) and context is None and not trace and not collect:
             solution = self.capture.solve(self, plan, inputs, z0)
             if solution is not None:
@@ -227,6 +234,31 @@ class DEQ(nn.Module):
         return f"solver={self.plan.solver}, adjoint={self.plan.adjoint}, stop={self.plan.stop}{evaluation}{engine}"
 
 
+def _uncompiled(deq: DEQ, inputs: tuple[Any, ...], options: dict[str, Any]) -> Solution:
+    """A solve that ends on the host's word, within a compiled model: not traced, as a break of the graph."""
+    if torch.compiler.is_exporting():
+        stop = deq.current_plan.stop
+        raise ValueError(
+            f"DEQ: a solve that ends by a tolerance (stop.rtol={stop.rtol:g}, atol={stop.atol:g}) cannot be exported; "
+            f"set a budget of steps: Stop(rtol=0, max_steps={stop.max_steps})."
+        )
+    return _solve_eagerly(deq, inputs, options)
+
+
+@torch.compiler.disable
+def _solve_eagerly(deq: DEQ, inputs: tuple[Any, ...], options: dict[str, Any]) -> Solution:
+    return deq(*inputs, **options)  # type: ignore[no-any-return]
+
+
+def _checked_plan(name: str, plan: object) -> Plan:
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            f"DEQ: {name} must be a Plan(solver, adjoint, stop), got {type(plan).__name__}; to change one part: "
+            f"deq.{name} = deq.{name}.replace(stop=...)."
+        )
+    return plan
+
+
 def _leave_out_solvers(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     for key in [key for key in state if key.startswith(f"{prefix}{LEARNED}.")]:
         del state[key]
@@ -280,8 +312,7 @@ def solutions_of(model: nn.Module) -> Iterator[list[tuple[Solution, Plan]]]:
 
     def note(module: nn.Module, inputs: Any, solution: Solution) -> None:
         assert isinstance(module, DEQ)
-        plan = module.plan if module.training or module.eval_plan is None else module.eval_plan
-        found.append((solution, plan))
+        found.append((solution, module.current_plan))
 
     hooks = [deq.register_forward_hook(note) for deq in deqs_in(model)]
     try:

@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equipoise import _leaves
-from equipoise._compat import autocast_dtype, reenter_autocast
+from equipoise._compat import autocast_dtype, inside_functorch_transform, reenter_autocast
+from equipoise._errors import require_gradients
 from equipoise._scope import SolveScope
 from equipoise._stop import precision_floor
 from equipoise._tree import Leaves, Tree, TreeDef, tree_flatten, tree_map, tree_tensors, tree_unflatten
@@ -173,7 +174,7 @@ class Problem:
         plain: Callable[..., Tree] | None = None,
     ) -> None:
         self.f, self.spec, self.inputs, self.context = f, spec, inputs, context
-        self.plain = plain or f
+        self.plain = f if plain is None else plain
         self.in_dims = _normalise_in_dims(in_dims, inputs, spec)
         self.scope = SolveScope()
         self._calls = [0]  # shared with every subset of this problem
@@ -239,6 +240,7 @@ class Problem:
 
     def vjp(self, z: Leaves) -> tuple[Leaves, Callable[[Leaves], Leaves]]:
         """f(z), and the map u ↦ uᵀJ; each call of the map counts as an evaluation."""
+        require_gradients("a vector-Jacobian product of f")
         leaves = [leaf.detach().requires_grad_() for leaf in z]
         with torch.enable_grad():
             fz = self.evaluate(leaves)
@@ -262,6 +264,7 @@ class Problem:
         return self._jvp_by_double_vjp(z, v)
 
     def _jvp_by_double_vjp(self, z: Leaves, v: Leaves) -> Leaves:
+        require_gradients("a Jacobian-vector product of f")
         with torch.enable_grad(), self.active():
             leaves = [leaf.detach().requires_grad_() for leaf in z]
             fz = self.apply(self.plain, leaves)
@@ -279,7 +282,7 @@ class Problem:
         """Whether inputs can be taken apart by system, so that fewer systems cost less."""
         has_tensors = bool(tree_tensors(self.inputs))
         shared = [dim is None for dim, item in zip(self.in_dims, self.inputs, strict=True) if tree_tensors(item)]
-        return self.spec.batch_dims == 1 and has_tensors and not all(shared)
+        return self.spec.batch_dims == 1 and has_tensors and not all(shared) and not mixes_systems(self.plain)
 
     def active(self) -> AbstractContextManager[Any]:
         """Enter the scope and the autocast state of the solve; a backward pass starts outside of both."""
@@ -289,9 +292,12 @@ class Problem:
 
     def apply(self, f: Callable[..., Tree], z: Leaves) -> Leaves:
         """A map on trees, f or something in its place, on leaves; not counted, not within the scope."""
+        before = _versions(z) if not self._checked else None
         value = f(z[0] if self._direct else self.spec.unflatten(z), *self.inputs)
         if not self._checked:
             self.spec.check(value, self.autocast)
+            if _versions(z) != before:
+                raise ValueError("f has written into its state, which the solver goes on with: return a new tensor.")
             self._checked = True
         work = self.spec.work_dtype
         if self._direct:
@@ -367,6 +373,20 @@ class Embedding(Problem):
     @property
     def can_slice(self) -> bool:
         return False
+
+
+def mixes_systems(f: Callable[..., Tree]) -> bool:
+    """Whether f is a module that normalises by its batch: a result then depends on all systems, finished ones too."""
+    if not isinstance(f, nn.Module):
+        return False
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in f.modules())
+
+
+def _versions(z: Leaves) -> list[int] | None:
+    """How often each was written to; None where nobody counts."""
+    if torch.compiler.is_compiling() or inside_functorch_transform() or any(leaf.is_inference() for leaf in z):
+        return None
+    return [leaf._version for leaf in z]
 
 
 def _systems_first(item: Any, dim: int) -> Any:

@@ -6,12 +6,13 @@ deepcopy and pickle need no care from anyone, and nothing has to be reset by han
 
 import threading
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from equipoise._compat import backward_pass, inside_functorch_transform
+from equipoise._compat import backward_pass, inside_a_transform, saves_tensors_elsewhere
 from equipoise._tree import tree_map, tree_tensors
 
 
@@ -56,7 +57,8 @@ class SolveScope:
         owns_parameters = next(module.parameters(recurse=False), None) is not None
         store = self._derived if owns_parameters else self._drawn
         if module not in store:
-            with torch.set_grad_enabled(self._grad):
+            # Where f is evaluated again in the backward pass it is found here: it is no part of what is computed again.
+            with torch.set_grad_enabled(self._grad), _kept_as_it_is():
                 store[module] = module.begin_solve(x.detach())  # type: ignore[operator]
         return store[module]
 
@@ -94,13 +96,20 @@ class SolveScope:
         _active.scopes.pop()
 
 
+def _kept_as_it_is() -> AbstractContextManager[Any]:
+    """Out of reach of `torch.utils.checkpoint`, which counts what autograd saves."""
+    if not saves_tensors_elsewhere():
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class _Reopen(torch.autograd.Function):
-    """Identity; a backward pass that comes through it is from here on inside the solve of a scope."""
+    """A copy; a backward pass that comes through it is from here on inside the solve of a scope."""
 
     @staticmethod
     def forward(ctx: Any, scope: SolveScope, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.scope = scope
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        return tuple(tensor.clone() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -110,9 +119,12 @@ class _Reopen(torch.autograd.Function):
 
 
 def reopened(scope: SolveScope, tensors: list[Tensor]) -> list[Tensor]:
-    """The results of a solve, so marked that what f recomputes in a backward pass (checkpoints) finds its scope."""
-    if torch.compiler.is_compiling() or inside_functorch_transform() or not any(t.requires_grad for t in tensors):
-        return tensors
+    """The results of a solve, so marked that what f recomputes in a backward pass (checkpoints) finds its scope.
+
+    Copies: they may be the start of the solve, or what f returned, and whoever gets them may write into them.
+    """
+    if torch.compiler.is_compiling() or inside_a_transform() or not any(t.requires_grad for t in tensors):
+        return [tensor.clone() for tensor in tensors]
     return list(_Reopen.apply(scope, *tensors))
 
 

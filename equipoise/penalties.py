@@ -8,7 +8,7 @@ from torch import Tensor
 
 from equipoise import _leaves
 from equipoise._draws import randn_rows
-from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._errors import require_count, require_gradients, require_number, unknown_name
 from equipoise._problem import Problem
 from equipoise._solution import Solution
 from equipoise._tree import Leaves, Tree, tree_tensors
@@ -48,6 +48,7 @@ def jacobian_penalty(
     """
     require_count("jacobian_penalty", "probes", probes)
     check_direction("jacobian_penalty", along, probes)
+    require_gradients("jacobian_penalty")
     problem, z = problem_and_state(problem, z, "jacobian_penalty")
     start = problem.start(z)
     if systems is not None:

@@ -33,7 +33,7 @@ from equipoise._module import solutions_of
 from equipoise.generate import Sampling, sample_text
 from equipoise.plots import Chart, make_chart, save
 from equipoise.solvers import named_solver
-from equipoise.tasks.hyper import forward_of
+from equipoise.tasks.base import forward_of
 from equipoise.train.evaluate import AGREEMENT, SOLVED
 from equipoise.train.inspection import inspect_run, write_inspection
 from equipoise.train.load import TrainedRun, find_checkpoint, open_run

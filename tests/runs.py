@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from equipoise.train.evaluate import score_run
 from equipoise.train.recipe import Recipe
 
 # A fixed budget backward: tiny untrained models do not converge to a tolerance, and it is not the point here.
@@ -53,6 +54,11 @@ def recipe(values: dict[str, Any], *overrides: str) -> Recipe:
 def text_recipe(folder: Path, *overrides: str) -> Recipe:
     """A recipe for the corpus that `write_corpus` puts into `folder`, with overrides."""
     return recipe(TEXT, f"task.corpus={write_corpus(folder)}", *overrides)
+
+
+def evaluate_run(run: Path, *given: Any, **options: Any) -> list[dict[str, Any]]:
+    """The results of `score_run`."""
+    return list(score_run(run, *given, **options)["results"])
 
 
 def write_corpus(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from benchmarks.kernels.steps_gpu import profiled, ranked
 from equipoise import CapturedForward, Stop, override
 from equipoise.nn import frozen
 from equipoise.solvers import named_solver
-from equipoise.tasks.hyper import forward_of
+from equipoise.tasks.base import forward_of
 from equipoise.train.load import open_run
 
 WARM_UP = 4  # calls, of which the second records

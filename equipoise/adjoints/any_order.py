@@ -155,7 +155,8 @@ class _Root(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         equation: Equation = ctx.equation
         n = equation.leaves
-        z, tensors = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        saved = ctx.saved_tensors  # once: a checkpoint hands each out a single time
+        z, tensors = saved[:n], saved[n:]
         g = [torch.zeros_like(leaf) if grad is None else grad for grad, leaf in zip(grads, z, strict=False)]
         u = _Root.apply(equation.adjoint(len(tensors)), *[leaf.detach() for leaf in g], *z, *tensors, *g)[:n]
         wanted = [
@@ -179,7 +180,8 @@ class _Root(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         equation: Equation = ctx.equation
         n = equation.leaves
-        z, tensors = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
+        saved = ctx.saved_tensors
+        z, tensors = saved[:n], saved[n:]
         moving = tangents[1 + n :]
         t = [torch.zeros_like(tensor) if move is None else move for move, tensor in zip(moving, tensors, strict=True)]
         w = _Root.apply(equation.tangent(len(tensors)), *[torch.zeros_like(leaf) for leaf in z], *z, *tensors, *t)

@@ -64,10 +64,8 @@ def linear_solver(where: str, solver: Solver | str) -> Solver:
 def finish(problem: Problem, outcome: Outcome, value: Leaves | None = None, **fields: Any) -> Solution:
     """A solution from what the driver returned, its value replaced by one that carries a gradient."""
     outcome.stats.nfe = problem.nfe
-    if value is None:
-        value = [leaf.clone() for leaf in outcome.value]  # it may be z0 itself, or something that f returned
     return Solution(
-        value=problem.spec.unflatten(reopened(problem.scope, value)),
+        value=problem.spec.unflatten(reopened(problem.scope, outcome.value if value is None else value)),
         stats=outcome.stats,
         collected=outcome.collected,
         state=outcome.state,

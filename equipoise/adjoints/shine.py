@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from equipoise._compat import reenter_autocast
 from equipoise._errors import require_count
 from equipoise._iterate import Outcome
 from equipoise._problem import Problem
@@ -65,7 +66,8 @@ class Shine(Adjoint):
 
     def _adjoint(self, state: BroydenState) -> AdjointSolve:
         def start(cotangent: Leaves) -> Leaves:  # (I − J)⁻ᵀ g ≈ −Hᵀ g
-            return [-leaf for leaf in state.apply(cotangent, transposed=True)]
+            with reenter_autocast(cotangent[0].device.type, None):  # autocast is for f
+                return [-leaf for leaf in state.apply(cotangent, transposed=True)]
 
         if self.refine > 0:
             stop = Stop(rtol=0, max_steps=self.refine, select="last")

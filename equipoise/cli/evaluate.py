@@ -78,6 +78,8 @@ def evaluate(
     if pictures:
         plots_or_exit()  # before the work, not after it
         from equipoise.plots.pictures import write_pictures
+
+        refuse({"--solver": solver, "--guard": guard or None}, "pictures are of the model with its own solver")
     from equipoise.train.evaluate import Sweep, score_run, write_scores
     from equipoise.train.load import open_run
 

@@ -13,7 +13,6 @@ from equipoise.cli.names import learned_recipes
 from equipoise.cli.options import AsJson, DataDir, RunFolder, Which, refuse
 from equipoise.cli.output import show, table, warn
 
-MOST_SHARE = 0.04  # of the model's parameters
 MOST_SKIPPED = 0.1  # of the steps of a fit
 LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the easy ones
 SEEDS = 3  # of a recipe, in a report
@@ -117,7 +116,7 @@ def hyper(
     refuse(of_reports, "this belongs to a report; give --report DIR")
     if len(chosen) > 1:
         raise ValueError(f"{len(chosen)} recipes ({', '.join(chosen)}) are fitted for a report; give --report DIR.")
-    from equipoise.tasks.hyper import fit_run
+    from equipoise.train.hyper_fit import fit_run
 
     (recipe,) = chosen.values()
     try:
@@ -247,8 +246,8 @@ def _warn_of(record: dict[str, Any], recipe: Any) -> None:
             f"{record['skipped']:,} of {record['steps']:,} steps of the fit were left out, their gradients not being "
             f"finite: unroll fewer solver steps than {recipe.fit.unroll} (--unroll), or check f."
         )
-    if record["share"] > MOST_SHARE:
+    if record["share"] > recipe.solver.budget:
         warn(
-            f"the solver has {record['parameters']:,} parameters, {record['share']:.1%} of the model's: more than the "
-            f"{MOST_SHARE:.0%} that a solver for a large model needs."
+            f"the solver has {record['parameters']:,} parameters, {record['share']:.1%} of the model's, more "
+            f"than solver.budget = {recipe.solver.budget:g}: its inner sizes were given, or are as small as they get."
         )

@@ -15,9 +15,10 @@ def plot(
     figure: Annotated[
         str,
         typer.Argument(
-            help="training, residual, nfe, iou (from metrics.jsonl); convergence, steps, memory, time, resolutions "
-            "(from inspect.json); benchmark (benchmark.json), pareto (pareto.json), ablation (ablation.json), masks, "
-            "predictions (pictures.npz); or all that the runs have logs for.",
+            help="training, residual, nfe (from metrics.jsonl); iou (from test scores in eval/, else metrics.jsonl); "
+            "convergence, steps, memory, time, resolutions (from inspect.json); benchmark (benchmark.json), pareto "
+            "(pareto.json), ablation (ablation.json), masks, predictions (pictures.npz); or all that the runs have "
+            "logs for.",
             show_default=False,
         ),
     ],

@@ -48,7 +48,16 @@ class VariationalDropout(nn.Module):
 
     def mask(self, x: Tensor) -> Tensor | None:
         """What an input shaped like x is multiplied by, for those who do it themselves; None if nothing is dropped."""
-        return solve_constant(self, x) if self.training and self.p > 0 else None
+        if not (self.training and self.p > 0):
+            return None
+        mask: Tensor = solve_constant(self, x)
+        shared = {axis % x.dim() for axis in self.shared}
+        if mask.shape != tuple(1 if axis in shared else size for axis, size in enumerate(x.shape)):
+            raise ValueError(
+                f"VariationalDropout: its mask in this solve, of its first use, has shape {tuple(mask.shape)}, and "
+                f"the input has {tuple(x.shape)}: give each place in the cell a dropout of its own."
+            )
+        return mask
 
     def forward(self, x: Tensor) -> Tensor:
         mask = self.mask(x)

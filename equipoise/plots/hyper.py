@@ -9,6 +9,7 @@ from matplotlib.ticker import MaxNLocator
 
 from equipoise.plots import style
 from equipoise.plots.registry import Chart
+from equipoise.train.hyper_summary import counted_steps, ranges
 
 
 def beyond_chart(record: Mapping[str, Any]) -> Chart:
@@ -82,6 +83,6 @@ def ablation_chart(record: Mapping[str, Any]) -> Chart:
             axes.plot([mean], [place], color=style.COLORS[0], marker="o", markersize=6)
         axes.set_yticks(range(len(rows)), [name.replace("_", " ") for name, *_ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_xlabel(f"loss above the equilibrium's, mean of steps 1 to {record['unroll']}")
+        axes.set_xlabel(f"loss above the equilibrium's, mean over steps {ranges(counted_steps(record))}")
         style.say_not_shown(axes, len(rows) - len(shown))
     return Chart(title, figure, ("solver", "excess_loss", "std"), rows)

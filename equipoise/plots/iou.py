@@ -1,12 +1,14 @@
 """Intersection over union of each class."""
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from equipoise.plots import style
 from equipoise.plots.logs import LogError, Run
 from equipoise.plots.registry import Chart, register_figure
+from equipoise.train.evaluate import by_own_solver
 from equipoise.train.tracking import written_scores
 
 PREFIX = "iou_"
@@ -38,14 +40,15 @@ def _scores(run: Run) -> tuple[str, dict[str, float]]:
 
 
 def _evaluated(run: Run) -> tuple[str, dict[str, Any]] | None:
-    """The last result of the newest test scores that have IoU."""
+    """The newest test scores that have IoU, by the model's own solver: as it is set, or else with most steps."""
     for path in written_scores(run.folder, "test"):
         try:
-            results = json.loads(path.read_text(encoding="utf-8"))["results"]
-        except (ValueError, KeyError, TypeError) as error:
+            record = json.loads(path.read_text(encoding="utf-8"))
+            results = [result for result in record["results"] if "miou" in result] if by_own_solver(record) else []
+            if results:
+                return "test", max(results, key=lambda result: result.get("steps") or math.inf)
+        except (AttributeError, ValueError, KeyError, TypeError) as error:
             raise LogError(run, f"{path} cannot be read ({error}); `equipoise evaluate` writes it anew.") from error
-        if results and "miou" in results[-1]:
-            return "test", results[-1]
     return None
 
 

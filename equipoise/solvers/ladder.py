@@ -107,10 +107,12 @@ def _merge(stats: "Stats", index: Tensor, later: "Stats") -> "Stats":
             first = int((~wide[row].isnan()).sum())
             wide[row, first : first + len(measured)] = measured[: wide.shape[1] - first]
         trace = wide
+    # A stage that meets no finite value of f leaves systems where they were.
+    residual = torch.where(later.residual.isfinite(), later.residual, stats.residual.index_select(0, index))
     return dataclasses.replace(
         stats,
         status=stats.status.index_copy(0, index, later.status),
-        residual=stats.residual.index_copy(0, index, later.residual),
+        residual=stats.residual.index_copy(0, index, residual),
         steps=stats.steps.index_add(0, index, later.steps),
         trace=trace,
         solver_bytes=max(stats.solver_bytes, later.solver_bytes),

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,10 +22,7 @@ from equipoise._stop import Stop, tiny_norm
 from equipoise._tree import Leaves, tree_map
 from equipoise.solvers import Broyden, Solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
-
-Forward = Callable[[nn.Module, Any, Any], Any]
-"""Runs a model on a batch, given what the batch before left, and returns what the next one needs (or None)."""
-
+from equipoise.tasks.base import Forward, call_model
 
 # Relative distance to the equilibrium below which logarithms do not reward a step.
 CLOSE = 1e-3
@@ -266,14 +263,6 @@ def find_targets(
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def call_model(model: nn.Module, batch: Any, carry: Any) -> None:
-    """Run a model on a batch: a tuple or list are its arguments."""
-    if isinstance(batch, tuple | list):
-        model(*batch)
-    else:
-        model(batch)
 
 
 # Losses

@@ -12,7 +12,8 @@ from torch import nn
 from equipoise._module import own_buffers, own_parameters
 from equipoise._scope import SolveScope
 from equipoise._tree import tree_map
-from equipoise.tasks._hyper_losses import FitSettings, Forward, NoEquilibriaError, Target, find_targets
+from equipoise.tasks._hyper_losses import FitSettings, NoEquilibriaError, Target, find_targets
+from equipoise.tasks.base import Forward
 
 
 class Pool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from equipoise._errors import UnknownNameError
@@ -15,6 +16,9 @@ from equipoise.models import create_model
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
+
+Forward = Callable[[nn.Module, Any, Any], Any]
+"""Runs a model on a batch, given what the batch before left, and returns what the next one needs (or None)."""
 
 TASKS = Registry("task")
 register_task = TASKS.register
@@ -136,3 +140,33 @@ def mean_metrics(*names: str) -> "MetricCollection":
 
     # A loss that is not a number must stay one: replaced by itself, since switching the check off also drops weights.
     return MetricCollection({name: MeanMetric(nan_strategy=math.nan) for name in names}, compute_groups=False)
+
+
+# A model on a batch, for its equilibria alone
+
+
+def call_model(model: nn.Module, batch: Any, carry: Any) -> None:
+    """Run a model on a batch: a tuple or list are its arguments."""
+    if isinstance(batch, tuple | list):
+        model(*batch)
+    else:
+        model(batch)
+
+
+class _Unread(dict[str, Any]):
+    """Metrics that nobody reads: a model is run for its equilibria alone."""
+
+    def __missing__(self, name: str) -> "_Unread":
+        return self
+
+    def update(self, *values: Any, **named: Any) -> None:
+        """Take nothing in."""
+
+
+def forward_of(task: Task, device: torch.device) -> Forward:
+    """How a model is run on a batch of its task."""
+
+    def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
+        return task.evaluation_step(model, batch.to(device), carry, _Unread())  # type: ignore[arg-type]
+
+    return forward

@@ -18,18 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from equipoise._errors import require_count, require_number, unknown_name
+from equipoise._errors import require_count, require_gradients, require_number
 from equipoise._modes import held
 from equipoise._module import own_parameters
 from equipoise.solvers._hyper_choice import hyper_solver_for
-from equipoise.solvers._hyper_config import COMPRESSIONS, WARM, WEIGHTS
-from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_losses import (
     PUBLISHED,
     Balance,
     FitSettings,
-    Forward,
     Losses,
     LossWeights,
     NoEquilibriaError,
@@ -39,14 +36,13 @@ from equipoise.tasks._hyper_losses import (
     unrolled_losses,
 )
 from equipoise.tasks._hyper_pool import Pool
+from equipoise.tasks._hyper_recipe import HyperRecipe, Networks
 from equipoise.tasks._hyper_steps import Learner, apply_if_finite, gradients
+from equipoise.tasks.base import Forward
 
 if TYPE_CHECKING:
-    from equipoise.tasks.base import Task
-    from equipoise.train.load import TrainedRun
     from equipoise.train.tracking import MetricsWriter
 
-LOG, UNFINISHED_LOG = "fit.jsonl", "fit.partial.jsonl"
 POOL_SHARE = 0.5  # of the seconds of a fit, to find equilibria in
 
 __all__ = [
@@ -64,14 +60,9 @@ __all__ = [
     "NotFittedError",
     "Pool",
     "Target",
-    "Unread",
     "find_targets",
     "fit_hyper_solver",
-    "fit_opened",
-    "fit_run",
-    "forward_of",
     "hyper_step",
-    "pool_of",
     "unrolled_losses",
 ]
 
@@ -117,7 +108,7 @@ def hyper_step(
     Returns:
         What to log, as scalar tensors, and what the next batch needs.
     """
-    _require_gradients()
+    require_gradients("a fit")
     balance = balance or Balance(settings.losses)
     targets, carry = find_targets(model, batch, settings, forward, carry)
     if not targets:
@@ -158,7 +149,7 @@ class Follower:
             batch: Inputs; labels are not looked at.
             forward: How to run the model on the batch; by default it is called with it.
         """
-        _require_gradients()
+        require_gradients("a fit")
         usable = _usable(find_targets(model, batch, self.settings, forward)[0], self.settings)
         if usable:
             with held(model, apart_from=self.solver), self.settings.mode(model):
@@ -210,7 +201,7 @@ def fit_hyper_solver(
     require_count("fit_hyper_solver", "log_every", log_every)
     if seconds is not None:
         require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
-    _require_gradients()
+    require_gradients("a fit")
     started, fresh, stream = time.perf_counter(), solver is None, _stream(batches)
     if pool is None and settings.pool is not None:
         count = min(settings.pool, settings.steps)
@@ -288,11 +279,6 @@ def _begun(
     if not solver.num_parameters:
         raise ValueError("this solver has nothing to learn: give it an initialiser, weights, a step length or a rank.")
     return solver, _targets(model, stream, settings, forward) if pool is None else _kept_targets(pool)
-
-
-def _require_gradients() -> None:
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("a fit needs gradients, which torch.inference_mode() cannot give: call it outside of that.")
 
 
 def _usable(targets: Iterable[Target], settings: FitSettings) -> list[Target]:
@@ -388,216 +374,3 @@ def _bar(words: str, total: int, shown: bool, items: Iterable[Any] | None = None
     hidden = None if shown else True
     # Below the bar of a training it goes when it is full, which is what leave=None says.
     return tqdm(items, words, total, leave=None, disable=hidden, unit=unit, dynamic_ncols=True)
-
-
-# Of a run
-
-
-@dataclass(frozen=True)
-class Networks:
-    """What a new solver consists of; sizes that are None follow from the budget.
-
-    Attributes:
-        initialiser: Whether the start is learned.
-        weights: See `HyperConfig`; likewise the next ones.
-        mixing: Whether the step length is learned.
-        plain_sum: Whether residuals are summed without weights.
-        products: Whether the step network sees inner products of residuals.
-        local: Whether positions of a sequence have weights of their own; None for wherever there are positions.
-        memory: Iterates combined.
-        compression: How a residual becomes a few numbers; None for what suits the state.
-        hidden: Inner size of the initialiser.
-        compressed: Numbers that a residual becomes.
-        width: Inner size of the step network.
-        rank: Inner size of the linear map of residuals that is added to images; 0 for none.
-        reach: Of sequences: positions that it looks at.
-        warm: What becomes of a start that is not zero: "keep" it, for which each solve looks, or "replace" it; None for
-            what suits the model.
-        budget: Largest share of the model's parameters.
-    """
-
-    initialiser: bool = True
-    weights: str = "shift"
-    mixing: bool = True
-    plain_sum: bool = False
-    products: bool = True
-    local: bool | None = None
-    memory: int = 6
-    compression: str | None = None
-    hidden: int | None = None
-    compressed: int | None = None
-    width: int | None = None
-    rank: int = 0
-    reach: int = 3
-    warm: str | None = None
-    budget: float = 0.04
-
-    def __post_init__(self) -> None:
-        compressions = sorted({name for names in COMPRESSIONS.values() for name in names})
-        if self.weights not in WEIGHTS:
-            raise unknown_name("kind of weights", self.weights, WEIGHTS)
-        if self.compression is not None and self.compression not in compressions:
-            raise unknown_name("compression", self.compression, compressions)
-        if self.warm is not None and self.warm not in WARM:
-            raise unknown_name("way with a start", self.warm, WARM)
-        for name in ("memory", "hidden", "compressed", "width", "rank", "reach"):
-            if getattr(self, name) is not None:
-                require_count("solver", name, getattr(self, name), low=0 if name == "rank" else 1)
-        require_number("solver", "budget", self.budget, low=0.0, open_low=True)
-
-    def settings(self) -> dict[str, Any]:
-        """As arguments of `hyper_solver_for`."""
-        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
-        return values if values.pop("initialiser") else {**values, "source": None}
-
-    def require_of(self, solver: HyperAnderson) -> None:
-        """Raise if a solver that is gone on with does not consist of what is asked for; defaults ask for nothing."""
-        has = {
-            **dataclasses.asdict(solver.config),
-            "initialiser": solver.initialiser is not None,
-            "budget": self.budget,
-        }
-        asked, usual = dataclasses.asdict(self), dataclasses.asdict(Networks())
-        for name, value in asked.items():
-            cut = name == "rank" and 0 < has[name] <= value  # to the budget
-            if value != usual[name] and value != has[name] and not cut:
-                raise ValueError(
-                    f"solver.{name} = {value} cannot be had: the solver that is gone on with has {has[name]}."
-                )
-
-
-@dataclass(frozen=True)
-class HyperRecipe:
-    """A fit in one file: `[solver]` and `[fit]`, and what is known of its like.
-
-    Attributes:
-        solver: What the solver consists of.
-        fit: How it is fitted.
-        published: What was found of this variant elsewhere, in words.
-        worse_than: Names of the variants that were found better, "anderson" among them.
-        better_than: Names of those that were found worse.
-    """
-
-    solver: Networks = Networks()
-    fit: FitSettings = FitSettings()
-    published: str = ""
-    worse_than: tuple[str, ...] = ()
-    better_than: tuple[str, ...] = ()
-
-
-class Unread(dict[str, Any]):
-    """Metrics that nobody reads: a model is run for its equilibria alone."""
-
-    def __missing__(self, name: str) -> "Unread":
-        return self
-
-    def update(self, *values: Any, **named: Any) -> None:
-        """Take nothing in."""
-
-
-def forward_of(task: "Task", device: torch.device) -> Forward:
-    """How a model is run on a batch of its task."""
-
-    def forward(model: nn.Module, batch: Any, carry: Any) -> Any:
-        return task.evaluation_step(model, batch.to(device), carry, Unread())  # type: ignore[arg-type]
-
-    return forward
-
-
-def pool_of(opened: "TrainedRun", settings: FitSettings, count: int, seconds: float | None = None) -> Pool:
-    """Equilibria of a run's model on its training inputs, for several fits.
-
-    Args:
-        opened: The run.
-        settings: How they are found.
-        count: Batches.
-        seconds: See `Pool`.
-    """
-    batches = map(opened.splits.train, range(count))
-    with opened.autocast():
-        return Pool(opened.model, batches, settings, forward_of(opened.task, opened.device), seconds)
-
-
-def fit_opened(
-    opened: "TrainedRun", recipe: HyperRecipe, folder: Path, *, solver: HyperAnderson | None = None, **options: Any
-) -> dict[str, Any]:
-    """Fit a learned solver to the model of a run on its training inputs; writes solver.safetensors and fit.jsonl.
-
-    Args:
-        opened: The run.
-        recipe: What and how.
-        folder: Of the files.
-        solver: Go on with this one.
-        **options: Of `fit_hyper_solver`.
-    """
-    from equipoise.train.checkpoint import check_writable
-    from equipoise.train.config import to_data
-
-    check_writable(folder)
-    # An older log goes when the solver goes that it is of.
-    log, unfinished = folder / LOG, folder / UNFINISHED_LOG
-    unfinished.unlink(missing_ok=True)
-    options |= {} if solver is not None else recipe.solver.settings()
-    with opened.autocast():
-        fit = fit_hyper_solver(
-            opened.model,
-            opened.splits.train,
-            recipe.fit,
-            solver=solver,
-            forward=forward_of(opened.task, opened.device),
-            log=unfinished,
-            **options,
-        )
-    notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
-    if "inputs" in opened.splits.info:  # not those of the training
-        notes["inputs"] = opened.splits.info
-    path = save_solver(fit.solver, folder / FILE, opened.model, notes)
-    unfinished.replace(log)
-    return {"file": str(path), "log": str(log), **notes}
-
-
-def fit_run(
-    run: str | Path,
-    recipe: HyperRecipe = HyperRecipe(),
-    *,
-    out: str | Path | None = None,
-    finetune: str | Path | None = None,
-    force: bool = False,
-    data_dir: str | None = None,
-    which: str = "best",
-    changes: Sequence[str] = (),
-    inputs: str | Path | None = None,
-    seconds: float | None = None,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Fit a learned solver to the model of a run; see `fit_opened`.
-
-    Args:
-        run: Folder of a run or of a checkpoint.
-        recipe: What and how.
-        out: Folder of the files; RUN/hyper by default.
-        finetune: A learned solver to go on with, e.g. of an earlier checkpoint; its file or the folder of that.
-        force: Overwrite a solver that is there.
-        data_dir: Where data files are.
-        which: Of a run: "best" or "latest" checkpoint.
-        changes: Of the task's settings, e.g. `task.batch_size=8`.
-        inputs: Unlabelled inputs to find equilibria on, a folder of pictures or a text file; those of the run's
-            training by default.
-        seconds: End after so many.
-        progress: Whether to show a progress bar to a person at a terminal.
-
-    Returns:
-        A record: files, settings, seconds, parameters, and first and last values of the log.
-    """
-    from equipoise.train.load import open_run, require_equilibrium
-
-    folder = Path(out) if out is not None else Path(run) / "hyper"
-    if (folder / FILE).exists() and not force:
-        raise FileExistsError(f"{folder / FILE} is there already; choose another --out, or overwrite it with --force.")
-    opened = open_run(run, "valid", data_dir, which=which, changes=changes, inputs=inputs)
-    require_equilibrium(opened.model, opened.folder, "so there is no solver to fit")
-    solver = load_solver(finetune, device=opened.device) if finetune is not None else None
-    if solver is not None:
-        recipe.solver.require_of(solver)
-    record = fit_opened(opened, recipe, folder, solver=solver, seconds=seconds, progress=progress)
-    return {"run": str(run), "finetuned": finetune and str(finetune), **record}

@@ -18,7 +18,8 @@ from equipoise._solution import EquilibriumWarning
 from equipoise._tree import tree_map
 from equipoise.solvers._hyper_config import HyperConfig
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks.hyper import Fit, FitSettings, Follower, Forward, Networks, NotFittedError, fit_hyper_solver
+from equipoise.tasks.base import Forward
+from equipoise.tasks.hyper import Fit, FitSettings, Follower, Networks, NotFittedError, fit_hyper_solver
 
 LATE, REFRESHED, RESTING = 1, 2, 3
 

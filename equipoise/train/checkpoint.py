@@ -464,3 +464,5 @@ class GracefulStop:
         else:
             self._first = time.monotonic()
             self.request(signal.Signals(number).name)
+            if os.environ.get("RANK", "0") == "0":  # at once: those who look at the flag may do so late
+                os.write(2, f"\n{self.reason}: will save and end; once more ends at once.\n".encode())

@@ -95,23 +95,6 @@ def _number(text: str) -> int | float:
         return float(text)
 
 
-def evaluate_run(
-    run: str | Path,
-    split: str = "valid",
-    steps: Sequence[int] | None = None,
-    data_dir: str | None = None,
-    *,
-    sweep: Sweep | None = None,
-    solver: str | None = None,
-    which: str = "best",
-    changes: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """Metrics of a trained model on a split; see `score_run`, whose results these are."""
-    record = score_run(run, split, steps, data_dir, sweep=sweep, solver=solver, which=which, changes=changes)
-    results: list[dict[str, Any]] = record["results"]
-    return results
-
-
 def score_run(
     run: str | Path,
     split: str = "valid",
@@ -187,9 +170,13 @@ def scored_as_it_is(record: Mapping[str, Any], model: nn.Module) -> bool:
         record: What was written.
         model: The one that was scored.
     """
-    own = record.get("own_solver", not record.get("guard"))  # older records tell kinds of solvers apart, no more
+    return by_own_solver(record) and record.get("solver") == _solver_used(model)
+
+
+def by_own_solver(record: Mapping[str, Any]) -> bool:
+    """The same, as far as can be told without the model: older records tell kinds of solvers apart, no more."""
     as_set = record.get("sweep") in (None, BUDGET) and not record.get("changes")
-    return own and as_set and record.get("solver") == _solver_used(model)
+    return as_set and bool(record.get("own_solver", not record.get("guard")))
 
 
 def chosen_solver(model: nn.Module, name: str | None, *, force: bool = False, guard: bool = False) -> Solver | None:

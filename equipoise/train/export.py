@@ -156,13 +156,20 @@ def _validated(here: list[dict[str, Any]], schedule: PlanSchedule | None) -> Ite
 def _evaluated(folder: Path, model: nn.Module) -> Iterator[_Result]:
     """Of what `evaluate` wrote last for the test data, this checkpoint and the model as it is."""
     home = home_of(folder)
-    records = (json.loads(path.read_text(encoding="utf-8")) for path in written_scores(home, "test"))
+    records = (_read_scores(path) for path in written_scores(home, "test"))
     # Runs are moved, so names are compared; a folder by itself may have been renamed, and holds one checkpoint.
     same = (r for r in records if home == folder or Path(r.get("checkpoint", "")).name == folder.name)
     found = next((record for record in same if scored_as_it_is(record, model)), None)
     for result in found["results"] if found else ():
         budget = "as set" if result.get("steps") is None else str(result["steps"])
         yield "test", budget, result, result.get("solve", {}).get("residual_p95")
+
+
+def _read_scores(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); remove it, `equipoise evaluate` writes a new one.") from error
 
 
 def _scores(values: Mapping[str, Any]) -> str:

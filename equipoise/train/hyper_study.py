@@ -4,6 +4,7 @@ What takes long is kept in the run, RUN/hyper/NAME/seed-K, so that the same comm
 """
 
 import dataclasses
+import functools
 import json
 import math
 import time
@@ -28,20 +29,11 @@ from equipoise.solvers._hyper_file import FILE as SOLVER
 from equipoise.solvers._hyper_file import load_solver
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks._hyper_pool import found_by
-from equipoise.tasks.hyper import (
-    LOG,
-    POOL_SHARE,
-    FitSettings,
-    HyperRecipe,
-    NoEquilibriaError,
-    NotFittedError,
-    Pool,
-    fit_opened,
-    forward_of,
-    pool_of,
-)
+from equipoise.tasks.base import forward_of
+from equipoise.tasks.hyper import POOL_SHARE, FitSettings, HyperRecipe, NoEquilibriaError, NotFittedError, Pool
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.config import ConfigError, from_data, to_data
+from equipoise.train.hyper_fit import LOG, fit_opened, pool_of
 from equipoise.train.hyper_summary import concluded, markdown
 from equipoise.train.load import TrainedRun, home_of, open_run, require_equilibrium
 from equipoise.train.loop import LOG as METRICS
@@ -144,12 +136,12 @@ def study_run(
     _require_own(Path(out), run)
     if opened.device.type != "cuda":
         say("there is no GPU: times per batch will be those of this processor")
-    far = FAR * next(iter(recipes.values())).fit.unroll
-    study = _Study(opened, Path(run) / "hyper", recipes, measuring, far, tuple(changes), say)
+    study = _Study(opened, Path(run) / "hyper", recipes, measuring, tuple(changes), say)
     fits = study.fits(seeds, seconds)
     if not fits:
         raise ValueError(f"none of the recipes suits this model: {'; '.join(study.skipped.values())}")
     first = next(iter(fits))
+    study.far = FAR * recipes[first].fit.unroll
     facts = {**_facts(opened, run, measuring, command), "reported": first, "unroll": recipes[first].fit.unroll}
     report = _Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
     _measure(study, report, others, recipes[first].fit)
@@ -229,20 +221,24 @@ class _Study:
         folder: Path,
         recipes: Mapping[str, HyperRecipe],
         measuring: Measuring,
-        far: int,
         changes: tuple[str, ...],
         say: Say,
     ) -> None:
-        self.opened, self.folder, self.measuring, self.far, self.say = opened, folder, measuring, far, say
+        self.opened, self.folder, self.measuring, self.say = opened, folder, measuring, say
+        self.far = 0  # steps that residuals are followed for
         self.recipes, self.changes, self.model_hash = recipes, changes, fingerprint(opened.model)
         self.train_hash = _digest(opened.splits.train(step) for step in range(HASHED))
         self.held_out_hash = _digest(islice(opened.splits.held_out[measuring.split](), HASHED))
         self.score = Scoring(opened, measuring.split, measuring.most)
-        with opened.autocast():
-            self.model = frozen(opened.model)  # as it is timed, so that all metrics are of one
         self.skipped: dict[str, str] = {}
         self._pools: list[Pool] = []
         self._held: Pool | None = None
+
+    @functools.cached_property
+    def model(self) -> nn.Module:
+        """The model as it is timed, so that all metrics are of one."""
+        with self.opened.autocast():
+            return frozen(self.opened.model)
 
     # Fits
 

@@ -131,7 +131,7 @@ def residual_area(curve: Mapping[str, Any], unroll: int) -> float:
     return statistics.fmean(math.log10(max(value, 1e-30)) for value in medians) if usable else math.inf
 
 
-def _counted(record: Mapping[str, Any]) -> list[int]:
+def counted_steps(record: Mapping[str, Any]) -> list[int]:
     """The numbers of steps whose losses areas are means of."""
     points = next(iter(record["classic"].values()))["points"]
     return [point["steps"] for point in points if 1 <= point["steps"] <= record["unroll"]]
@@ -150,7 +150,7 @@ def variants(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     for name, areas in _areas(record).items():
         learned = record["variants"].get(name)
         own = [record["classic"][name]] if learned is None else learned["curves"]
-        shown = [steps for steps in SHOWN if not math.isnan(_metric(own[0], steps))]
+        shown = [point["steps"] for point in own[0]["points"] if point["steps"] in SHOWN]
         row = {"name": name, "published": "" if learned is None else learned["published"], "area": _over(areas)}
         row["residual_area"] = _over([residual_area(curve, record["unroll"]) for curve in own])
         row["metric"] = {steps: _over([_metric(curve, steps) for curve in own]) for steps in shown}
@@ -371,7 +371,7 @@ def _ablations(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
         "## Ablations",
         *(f"![{name}]({name}.png)" for name in figures if name == "ablations"),
         f"The best first, by the mean excess of the loss over the equilibrium's after these numbers of steps: "
-        f"{ranges(_counted(record))}; beside it the mean logarithm of the median residual after 1 to "
+        f"{ranges(counted_steps(record))}; beside it the mean logarithm of the median residual after 1 to "
         f"{record['unroll']}.",
         table(columns, rows),
         "What was published, and the difference of our excess losses with its standard error:",

@@ -26,6 +26,7 @@ from equipoise.diagnostics.resolutions import resolution_curves
 from equipoise.penalties import jacobian_penalty
 from equipoise.solvers import Ladder, Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
+from equipoise.tasks.base import forward_of
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.load import TrainedRun, open_run, require_equilibrium
 from equipoise.train.pareto import LEARNED
@@ -155,8 +156,7 @@ def _watched(model: nn.Module) -> Iterator[list[_Solved]]:
     def note(deq: nn.Module, inputs: Any, options: dict[str, Any], solution: Solution) -> None:
         assert isinstance(deq, DEQ)
         given = options.get("z0")
-        plan = deq.plan if deq.training or deq.eval_plan is None else deq.eval_plan
-        found.append(_Solved(deq.start(*inputs) if given is None else given, plan, solution))
+        found.append(_Solved(deq.start(*inputs) if given is None else given, deq.current_plan, solution))
 
     hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs_in(model)]
     try:
@@ -217,10 +217,10 @@ def _radius(solution: Solution) -> Tensor:
 @torch.no_grad()
 def _solve_batches(opened: TrainedRun, split: str, batches: int) -> list[_Solved]:
     """The first solves of a split, memory carried from batch to batch."""
-    carry, metrics = None, opened.task.metrics().to(opened.device)
+    carry, forward = None, forward_of(opened.task, opened.device)
     with opened.autocast(), _watched(opened.model) as solved:
         for batch in islice(opened.splits.held_out[split](), batches):
-            carry = opened.task.evaluation_step(opened.model, batch.to(opened.device), carry, metrics)
+            carry = forward(opened.model, batch, carry)
     return solved
 
 

@@ -20,7 +20,7 @@ from equipoise._module import solutions_of
 from equipoise._solution import EquilibriumWarning, Stats
 from equipoise._stop import Stop
 from equipoise.tasks import Splits, Task
-from equipoise.tasks.hyper import forward_of
+from equipoise.tasks.base import forward_of
 from equipoise.train.alternate import Alternation, FitStoppedError
 from equipoise.train.captured_step import CapturedSteps, Pass, obstacle
 from equipoise.train.checkpoint import (

@@ -24,8 +24,7 @@ from equipoise.nn.frozen import frozen
 from equipoise.solvers import Solver, as_solver, named_solver
 from equipoise.solvers._hyper_file import PREFIX
 from equipoise.solvers.hyper_anderson import HyperAnderson
-from equipoise.tasks._hyper_losses import Forward, call_model
-from equipoise.tasks.hyper import forward_of
+from equipoise.tasks.base import Forward, call_model, forward_of
 from equipoise.train.config import to_data
 from equipoise.train.load import (
     TrainedRun,
@@ -105,7 +104,7 @@ def pareto(
     """
     kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given, model)]
     reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
-    _check(model, solvers, budgets, reference, at, better)
+    _check(model, solvers, budgets, reference, at, better, others or ())
     bench = _Bench(list(batches), score, metric, forward, warmup, rounds)
     head = {"metric": metric, "better": better, "reference": reference, "at": at, "select": select}
     where = environment()
@@ -124,7 +123,13 @@ def pareto(
 
 
 def _check(
-    model: nn.Module, solvers: Mapping[str, Any], budgets: Sequence[int], reference: str, at: int, better: str
+    model: nn.Module,
+    solvers: Mapping[str, Any],
+    budgets: Sequence[int],
+    reference: str,
+    at: int,
+    better: str,
+    others: Iterable[str],
 ) -> None:
     if better not in ("lower", "higher"):
         raise unknown_name("kind of metric", better, ("lower", "higher"))
@@ -134,6 +139,9 @@ def _check(
         require_count("pareto", "budgets", steps)
     if at not in budgets:
         raise ValueError(f"pareto: at={at} is not among the budgets {', '.join(map(str, budgets))}.")
+    for name in others:
+        if name in solvers:
+            raise ValueError(f"pareto: a run beside it is called {name!r}, as a solver that is measured is; rename it.")
     if not deqs_in(model):
         raise ValueError(f"pareto: {type(model).__name__} contains no DEQ, so there is no solver to vary.")
 

@@ -12,8 +12,9 @@ from equipoise import EquilibriumWarning
 from equipoise.cli.hyper import _read
 from equipoise.plots import draw
 from equipoise.solvers import fingerprint, load_solver
-from equipoise.tasks.hyper import FitSettings, HyperRecipe, fit_run
+from equipoise.tasks.hyper import FitSettings, HyperRecipe
 from equipoise.train import hyper_study
+from equipoise.train.hyper_fit import fit_run
 from equipoise.train.load import find_checkpoint, load
 from equipoise.train.pareto import pareto_run
 from equipoise.train.tracking import read_metrics
@@ -82,7 +83,7 @@ def test_few_equilibria_and_steps_to_learn_from_are_warned_of(run, monkeypatch):
         ends = {"first": {"accepted": 0.0}, "last": {"accepted": 0.0}, "share": 0.01, "parameters": 9, "seconds": 1.0}
         return {"checkpoint": "c", "file": "f", "accepted": 0.25, "skipped": 3, "steps": 20, **ends}
 
-    monkeypatch.setattr("equipoise.tasks.hyper.fit_run", fit_run)
+    monkeypatch.setattr("equipoise.train.hyper_fit.fit_run", fit_run)
     result = invoke("hyper", run)
     assert "fitted in 1.0 s, to 25% of the equilibria, none of them in the first or the last step" in result.stdout
     assert (
@@ -102,7 +103,7 @@ def test_a_fit_that_ends_no_better_than_it_began_is_warned_of(run):
 @pytest.mark.parametrize(
     ("options", "called", "words"),
     [
-        ((), "equipoise.tasks.hyper.fit_run", "interrupted: no solver was written; --minutes or --steps"),
+        ((), "equipoise.train.hyper_fit.fit_run", "interrupted: no solver was written; --minutes or --steps"),
         (("--report", "out"), "equipoise.train.hyper_study.study_run", "interrupted: the same command goes on after"),
     ],
 )
@@ -206,7 +207,7 @@ def test_what_is_cut_off_leaves_the_solver_and_its_log(run, monkeypatch):
     def cut_off(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("equipoise.tasks.hyper.save_solver", cut_off)
+    monkeypatch.setattr("equipoise.train.hyper_fit.save_solver", cut_off)
     with pytest.raises(KeyboardInterrupt):
         fit_run(run, HyperRecipe(fit=FitSettings(steps=2, unroll=2, accept=0.9)), force=True)
     assert {name: (folder / name).read_bytes() for name in kept} == kept

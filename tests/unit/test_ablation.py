@@ -19,8 +19,8 @@ from equipoise.train import ablation_run
 from equipoise.train.ablation import JOB, RESULT, Ablation, Claim, Variant, make_jobs, run_jobs
 from equipoise.train.ablation_table import claim_table, gap_of, markdown, measures, summarise, variant_table, verdict
 from equipoise.train.config import ConfigError
-from equipoise.train.evaluate import evaluate_run
 from equipoise.train.tracking import read_metrics
+from tests.runs import evaluate_run
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "ablations"
 SHIPPED = {path.stem: path for path in sorted(FOLDER.glob("*.toml"))}

@@ -13,10 +13,10 @@ import torch
 from equipoise import Anderson, Broyden, Plan, Stop, override
 from equipoise.models import create_model
 from equipoise.train.checkpoint import CheckpointError
-from equipoise.train.evaluate import Sweep, doubts, evaluate_run, score_run, scored_as_it_is, write_scores
+from equipoise.train.evaluate import Sweep, doubts, score_run, scored_as_it_is, write_scores
 from equipoise.train.load import autocast_of, find_checkpoint, load, open_run, read_config
 from equipoise.train.loop import evaluate, setup, train
-from tests.runs import COPY, recipe, text_recipe
+from tests.runs import COPY, evaluate_run, recipe, text_recipe
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,12 @@ import torch
 import equipoise as eq
 from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
-from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, NotFittedError, fit_run
+from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, NotFittedError
 from equipoise.train import hyper_study, scoring
 from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
+from equipoise.train.hyper_fit import fit_run
 from equipoise.train.hyper_study import Measuring, study_run
 from equipoise.train.hyper_summary import area, concluded, markdown, orderings, overhead, ranges, slope, variants
 from equipoise.train.load import load, open_run

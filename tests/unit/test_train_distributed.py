@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from equipoise.train.checkpoint import latest_checkpoint, load_checkpoint
-from equipoise.train.evaluate import evaluate_run
 from equipoise.train.loop import train
 from tests import workers
 from tests.processes import run_together, together
-from tests.runs import COPY, recipe, text_recipe
+from tests.runs import COPY, evaluate_run, recipe, text_recipe
 from tests.training import DROPOUT, OFTEN, PENALTY, PLAIN, TRELLIS, close, lines, same, saved, train_records, with_model
 
 

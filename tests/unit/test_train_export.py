@@ -13,11 +13,11 @@ from equipoise._module import solutions_of
 from equipoise.generate import sample_text
 from equipoise.solvers import load_solver, save_solver
 from equipoise.train.checkpoint import CheckpointError
-from equipoise.train.evaluate import Sweep, evaluate_run, score_run, write_scores
+from equipoise.train.evaluate import Sweep, score_run, write_scores
 from equipoise.train.export import export
 from equipoise.train.loop import LOG, train
 from equipoise.train.tracking import read_metrics
-from tests.runs import COPY, TEXT, recipe, text_recipe, write_corpus
+from tests.runs import COPY, TEXT, evaluate_run, recipe, text_recipe, write_corpus
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,9 @@ from equipoise.models import create_model
 from equipoise.solvers import Anderson
 from equipoise.tasks import Task
 from equipoise.train.checkpoint import CheckpointError, checkpoint_folder, load_checkpoint
-from equipoise.train.evaluate import evaluate_run
 from equipoise.train.load import find_checkpoint, load
 from equipoise.train.loop import solutions_of, train
-from tests.runs import COPY, TEXT, recipe, text_recipe, write_corpus
+from tests.runs import COPY, TEXT, evaluate_run, recipe, text_recipe, write_corpus
 
 # Loading
 

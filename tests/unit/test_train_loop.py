@@ -16,10 +16,9 @@ from equipoise.train.checkpoint import (
     list_checkpoints,
     read_best,
 )
-from equipoise.train.evaluate import evaluate_run
 from equipoise.train.loop import solutions_of, train
 from equipoise.train.recipe import Recipe
-from tests.runs import COPY, recipe, text_recipe
+from tests.runs import COPY, evaluate_run, recipe, text_recipe
 from tests.training import LSTM, lines, same, saved, train_records, with_model
 
 # What a run writes

@@ -9,9 +9,8 @@ from equipoise.tasks import CopyMemoryTask
 from equipoise.train import loop
 from equipoise.train.checkpoint import list_checkpoints, load_checkpoint
 from equipoise.train.config import ConfigError
-from equipoise.train.evaluate import evaluate_run
 from equipoise.train.loop import solutions_of, train
-from tests.runs import COPY, recipe, text_recipe
+from tests.runs import COPY, evaluate_run, recipe, text_recipe
 from tests.training import LSTM, PLAIN, lines, same, saved, train_records, valid_records, with_model
 
 # Records
