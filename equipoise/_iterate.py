@@ -112,7 +112,7 @@ class _Run:
         self.state_bytes = 0
 
     def loop(self, z: Leaves) -> Outcome:
-        stop, first_nfe = self.stop, self.problem.nfe
+        stop, first_nfe, given = self.stop, self.problem.nfe, z
         z, state = self.solver.init(self.problem, z)
         if self.problem.num_systems == 0:
             self.problem.evaluate(z)  # for the check of f's result
@@ -120,7 +120,7 @@ class _Run:
             if self.trace is not None:
                 empty.trace = z[0].new_zeros((0, 1))
             return Outcome(z, empty, state, self.collected or None)
-        self.progress = _Progress.start(z)
+        self.progress = _Progress.start(given)  # a learned start need not be finite
         self.zeros = self.progress.stalled
         self._collect(z, state, proposals=False)
         for k in range(stop.max_steps):

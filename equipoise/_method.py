@@ -148,11 +148,13 @@ class Method:
         if isinstance(self.solver, HyperAnderson):
             assert self.problem is not None
             start = self.solver.guess(self.problem, buffers.z)
-            if start is not buffers.z:
-                copy_all(buffers.z, start)
+        else:
+            start = buffers.z
         if self.parts is not None:
             self.parts.refresh()
-        buffers.restart()
+        buffers.restart()  # the best so far is what was given: a learned start need not be finite
+        if start is not buffers.z:
+            copy_all(buffers.z, start)
 
     def step(self, buffers: "Buffers", fz: Leaves, z: Leaves | None = None, out: Leaves | None = None) -> None:
         """One step given f(z), in place; Anderson's and a fused one may be from elsewhere to elsewhere."""

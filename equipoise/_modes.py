@@ -37,8 +37,12 @@ def training(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(model: nn.Module, apart_from: nn.Module) -> Iterator[None]:
-    """Parameters of the model want no gradient meanwhile, so that graphs hold less; those of another one do."""
-    own = {id(parameter) for parameter in apart_from.parameters()}
+    """Parameters of the model want no gradient meanwhile, so that graphs hold less.
+
+    Those of another module, which may be a part of it, are left as they are; if none of them wants one, all do.
+    """
+    wanting = [parameter for parameter in apart_from.parameters() if parameter.requires_grad]
+    own = {id(parameter) for parameter in wanting or apart_from.parameters()}
     parameters = {id(parameter): parameter for module in (model, apart_from) for parameter in module.parameters()}
     changed = [parameter for key, parameter in parameters.items() if parameter.requires_grad != (key in own)]
     try:

@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -283,6 +283,13 @@ def deqs_in(model: nn.Module) -> list[DEQ]:
     return [module for module in model.modules() if isinstance(module, DEQ)]
 
 
+def outermost_deqs(model: nn.Module) -> list[DEQ]:
+    """The DEQs of a model that are no part of another one's cell."""
+    found = deqs_in(model)
+    inner = {id(deq) for outer in found for deq in deqs_in(outer.cell)}
+    return [deq for deq in found if id(deq) not in inner]
+
+
 @contextmanager
 def override(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
     """Change the solver, adjoint or stop rule of every DEQ in `model`, training and eval plans alike, for a while.
@@ -294,12 +301,19 @@ def override(model: nn.Module, **changes: Any) -> Iterator[nn.Module]:
     deqs = deqs_in(model)
     if not deqs:
         raise ValueError(f"override: {type(model).__name__} contains no DEQ.")
+    with planned(deqs, **changes):
+        yield model
+
+
+@contextmanager
+def planned(deqs: Iterable[DEQ], **changes: Any) -> Iterator[None]:
+    """Change the plans of some DEQs for a while; see `override`."""
     before = [(deq, deq.plan, deq.eval_plan) for deq in deqs]
     try:
         for deq, plan, eval_plan in before:
             deq.plan = plan.replace(**changes)
             deq.eval_plan = eval_plan and eval_plan.replace(**changes)
-        yield model
+        yield
     finally:
         for deq, plan, eval_plan in before:
             deq.plan, deq.eval_plan = plan, eval_plan

@@ -53,9 +53,10 @@ def linear_solver(where: str, solver: Solver | str) -> Solver:
         solver: The solver.
     """
     solver = as_solver(solver)
-    if solver.replaces_start:
+    learned = [stage for stage in getattr(solver, "stages", (solver,)) if stage.replaces_start]
+    if learned:
         raise ValueError(
-            f"{where}: {type(solver).__name__} has a learned start, and adjoint equations have no input to read it "
+            f"{where}: {type(learned[0]).__name__} has a learned start, and adjoint equations have no input to read it "
             "from: use a classic solver here, or one without a start (source=None)."
         )
     return solver

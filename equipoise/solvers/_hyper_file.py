@@ -96,7 +96,12 @@ def load_solver(
     if "config" not in metadata:
         raise ValueError(f"{path} holds no learned solver: `equipoise hyper RUN` writes one.")
     try:
-        solver = HyperAnderson(HyperConfig(**json.loads(metadata["config"])))
+        config = HyperConfig(**json.loads(metadata["config"]))
+        with torch.device("meta"):  # shapes before memory: settings may ask for any amount of it
+            shapes = {name: value.shape for name, value in HyperAnderson(config).state_dict().items()}
+        if shapes != {name: value.shape for name, value in state.items()}:
+            raise ValueError("names or shapes of its tensors differ")
+        solver = HyperAnderson(config)
         for value in state.values():  # at least what it is made in
             solver.to(torch.promote_types(value.dtype, torch.float32))
         solver.load_state_dict(state)

@@ -188,7 +188,7 @@ class HyperAnderson(Solver, nn.Module):
     def guess(self, problem: "Problem", z: Leaves) -> Leaves:
         """Where a solve begins that was to begin at z; z itself without an initialiser."""
         self.check_state(problem.spec)
-        if self.initialiser is None:
+        if self.initialiser is None or not any(leaf.numel() for leaf in z):
             return z
         if isinstance(problem, Embedding):  # some systems of a whole, whose inputs are those of all
             return _leaves.take_rows(self.guess(problem.whole, problem.widened(z)), problem.index)
@@ -227,6 +227,8 @@ class HyperAnderson(Solver, nn.Module):
         if not isinstance(state, HyperState):
             assert self.classic is not None
             return self.classic.propose(problem, z, fz, state)
+        if not any(leaf.numel() for leaf in z):
+            return fz, state
         return self.advance(problem.spec, z, fz, state, problem.residual(z, fz))
 
     def advance(

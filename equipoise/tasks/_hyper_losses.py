@@ -15,7 +15,7 @@ from equipoise import _leaves
 from equipoise._compat import reenter_autocast
 from equipoise._errors import require_count, require_number, unknown_name
 from equipoise._modes import evaluating, training
-from equipoise._module import DEQ, deqs_in, override
+from equipoise._module import DEQ, outermost_deqs, planned
 from equipoise._problem import Problem
 from equipoise._solution import Solution
 from equipoise._stop import Stop, tiny_norm
@@ -219,7 +219,7 @@ def find_targets(
 ) -> tuple[list[Target], Any]:
     """The equilibria of a model on a batch, by a classic solver, and what the next batch needs.
 
-    Of a DEQ in the cell of another one, the solves are not taken down: those are parts of f.
+    Of a DEQ in the cell of another one, the solves are not taken down, and are made as always: those are parts of f.
 
     Args:
         model: A DEQ, or a module that contains some.
@@ -229,17 +229,8 @@ def find_targets(
         carry: What the batch before left.
     """
     targets: list[Target] = []
-    within = 0  # how many solves the present one is a part of
-
-    def enter(deq: nn.Module, inputs: tuple[Any, ...]) -> None:
-        nonlocal within
-        within += 1
 
     def note(deq: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], solution: Solution) -> None:
-        nonlocal within
-        within -= 1
-        if within:
-            return
         assert isinstance(deq, DEQ)
         z0, inputs = tree_map(_detached, (options.get("z0"), inputs))
         problem: Problem = solution.problem  # type: ignore[assignment]
@@ -249,10 +240,11 @@ def find_targets(
         root, residual = [leaf.clone() for leaf in root], solution.stats.residual
         targets.append(Target(problem, start, root, residual, deq, inputs, given=z0 is not None))
 
-    deqs = deqs_in(model)
-    with override(model, solver=settings.solver, stop=settings.stop), torch.no_grad(), settings.mode(model):
-        hooks = [deq.register_forward_pre_hook(enter) for deq in deqs]
-        hooks += [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
+    deqs = outermost_deqs(model)
+    if not deqs:
+        raise ValueError(f"{type(model).__name__} contains no DEQ, so there are no equilibria to find.")
+    with planned(deqs, solver=settings.solver, stop=settings.stop), torch.no_grad(), settings.mode(model):
+        hooks = [deq.register_forward_hook(note, with_kwargs=True) for deq in deqs]
         try:
             carry = (forward or call_model)(model, batch, carry)
         finally:
@@ -262,7 +254,9 @@ def find_targets(
 
 
 def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.clone() if leaf.is_inference() else leaf.detach()  # of the former autograd saves nothing
 
 
 # Losses

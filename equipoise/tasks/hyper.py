@@ -199,6 +199,8 @@ def fit_hyper_solver(
         **sizes: Of `hyper_solver_for`, where `solver` is not given.
     """
     require_count("fit_hyper_solver", "log_every", log_every)
+    if not isinstance(settings, FitSettings):
+        raise TypeError(f"fit_hyper_solver: settings must be FitSettings(...), got {type(settings).__name__}.")
     if seconds is not None:
         require_number("fit_hyper_solver", "seconds", seconds, low=0.0, open_low=True)
     require_gradients("a fit")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
-from equipoise._module import deqs_in, override
+from equipoise._module import outermost_deqs, planned
 from equipoise._solution import EquilibriumWarning
 from equipoise._tree import tree_map
 from equipoise.solvers._hyper_config import HyperConfig
@@ -232,11 +232,11 @@ class Alternation:
         if not self.in_use:
             yield
             return
-        most, deqs = self.max_steps, deqs_in(model)
-        stops = [{} if most is None else {"stop": deq.plan.stop.with_budget(most)} for deq in deqs]
+        most = self.max_steps
         with contextlib.ExitStack() as changed:
-            for deq, stop in zip(deqs, stops, strict=True):
-                changed.enter_context(override(deq, solver=self.solver, **stop))
+            for deq in outermost_deqs(model):
+                stop = {} if most is None else {"stop": deq.plan.stop.with_budget(most)}
+                changed.enter_context(planned([deq], solver=self.solver, **stop))
             yield
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,16 +46,21 @@ def fit_opened(
     log, unfinished = folder / LOG, folder / UNFINISHED_LOG
     unfinished.unlink(missing_ok=True)
     options |= {} if solver is not None else recipe.solver.settings()
-    with opened.autocast():
-        fit = fit_hyper_solver(
-            opened.model,
-            opened.splits.train,
-            recipe.fit,
-            solver=solver,
-            forward=forward_of(opened.task, opened.device),
-            log=unfinished,
-            **options,
-        )
+    try:
+        with opened.autocast():
+            fit = fit_hyper_solver(
+                opened.model,
+                opened.splits.train,
+                recipe.fit,
+                solver=solver,
+                forward=forward_of(opened.task, opened.device),
+                log=unfinished,
+                **options,
+            )
+    except Exception:
+        if unfinished.exists() and not unfinished.stat().st_size:  # refused, before anything was learned
+            unfinished.unlink()
+        raise
     notes = {"checkpoint": str(opened.folder), "recipe": to_data(recipe), **fit.record}
     if "inputs" in opened.splits.info:  # not those of the training
         notes["inputs"] = opened.splits.info

@@ -439,7 +439,8 @@ class _Run:
                 record[name] = record.get(name, 0.0) + loss
         record |= state.stepper.metrics() | self.pace.rates(gather)
         if plan is not None:
-            record |= {"phase": plan.phase, "max_steps": plan.plan.stop.max_steps}
+            most = self._learned.max_steps if self._learned is not None else None
+            record |= {"phase": plan.phase, "max_steps": most or plan.plan.stop.max_steps}
             record |= {"penalty_weight": plan.penalty_weight} if plan.penalty_weight > 0 else {}
         if self.processes.device.type == "cuda":
             replayed = self.captured.peak_memory if self.captured is not None else 0
