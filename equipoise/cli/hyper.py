@@ -112,8 +112,6 @@ def hyper(
         measured = {"most": most} if at is None else {"most": most, "budgets": tuple(sorted(set(at))), "at": max(at)}
         _report(run, chosen, report, as_json, measured, seeds=seeds or SEEDS, beside=beside or [], **options)
         return
-    if finetune is not None:
-        refuse({"--seed": seed}, "the solver that is gone on with has its weights")
     of_reports = {"--beside": beside, "--most": most, "--at": at, "--seeds": seeds}
     refuse(of_reports, "this belongs to a report; give --report DIR")
     if len(chosen) > 1:

@@ -428,3 +428,11 @@ def test_a_recipe_may_be_tried_without_or_before_its_learned_solver(changes):
     assert given.alternate.first == 150
     again = Recipe.from_data(given.to_data(), "config.json")  # as a finished run is read
     assert again.alternate == given.alternate
+
+
+def test_records_have_the_steps_that_were_made(tmp_path):
+    alternate = "alternate={start = 2, first = 2, max_steps = 3, fit = {unroll = 2, accept = 1e9}}"
+    train(recipe(COPY, alternate), tmp_path / "run")
+    records = [record["train"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl") if "train" in record]
+    assert [record["max_steps"] for record in records] == [6, 3, 3]
+    assert all(record["forward"]["steps_p50"] <= record["max_steps"] for record in records)
