@@ -79,6 +79,10 @@ class Anderson(Solver):
         ridge = max(self.ridge, torch.finfo(z[0].dtype).eps)
         gram = self._with_row(state.gram, state.residuals.dots(g).squeeze(1), slot, ridge)
         known = gram if filled == self.memory else gram[:, :filled, :filled]
+        if torch.is_grad_enabled():
+            # Weights for residuals that are rounding of f(z) are constants: their derivatives are without bound.
+            rounding = _leaves.norm(g).detach() <= problem.floor * _leaves.norm(fz).detach()
+            known = torch.where(rounding[:, None, None], known.detach(), known)
         weights = residual_weights(known, z[0].dtype, slot, self.bound)
         proposal = state.images.combine(weights)
         if self.mixing != 1.0:

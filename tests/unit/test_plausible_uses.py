@@ -236,3 +236,19 @@ def test_a_ladder_reports_the_residual_of_what_it_returns():
     value, expected = solution.value, (0.5 * solution.value + 1.0 - solution.value).norm(dim=1)
     torch.testing.assert_close(solution.stats.residual, expected / (0.5 * value + 1.0).norm(dim=1))
     assert (solution.stats.status == Status.NONFINITE).all()
+
+
+@pytest.mark.parametrize("solver", [Anderson(), Anderson(memory=3), Picard()])
+def test_unrolled_steps_down_to_rounding_have_the_gradient(solver):
+    worst = 0.0
+    for seed in range(6):
+        torch.manual_seed(seed)
+        cell, x = Cell(), torch.randn(5, 6)
+        of = list(cell.parameters())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value = DEQ(cell, solver=solver, adjoint=Unroll())(x).value
+        found = torch.cat([part.flatten() for part in torch.autograd.grad(value.square().sum(), of)])
+        value = DEQ(cell, adjoint=Implicit(stop=Stop(rtol=1e-6)), stop=Stop(rtol=1e-6))(x).value
+        expected = torch.cat([part.flatten() for part in torch.autograd.grad(value.square().sum(), of)])
+        worst = max(worst, float((found - expected).norm() / expected.norm()))
+    assert worst < 0.05  # of residuals that are rounding weights had derivatives of up to 5e7
