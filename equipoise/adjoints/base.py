@@ -98,7 +98,7 @@ class _Graft(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
-        return tuple(value.clone() for value in tensors[: len(tensors) // 2])
+        return tuple(value.view_as(value) for value in tensors[: len(tensors) // 2])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ class _Attach(torch.autograd.Function):
     ) -> Any:
         ctx.name, ctx.problem, ctx.solve, ctx.record = name, problem, solve, record
         ctx.save_for_backward(*tensors)
-        return tuple(leaf.clone() for leaf in tensors[len(tensors) // 2 :])
+        return tuple(leaf.view_as(leaf) for leaf in tensors[len(tensors) // 2 :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
@@ -176,7 +176,7 @@ def attach(name: str, problem: Problem, z: Leaves, solve: AdjointSolve, record: 
     start = sever(z)
     fz = problem.evaluate(start)
     if next(leaves_reached(fz, except_for=start), None) is None:
-        return [leaf.clone() for leaf in z]  # nothing that f uses wants a gradient
+        return z  # nothing that f uses wants a gradient
     return list(_Attach.apply(name, problem, solve, record, *fz, *start))
 
 
