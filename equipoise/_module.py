@@ -247,7 +247,7 @@ def _uncompiled(deq: DEQ, inputs: tuple[Any, ...], options: dict[str, Any]) -> S
 
 @torch.compiler.disable
 def _solve_eagerly(deq: DEQ, inputs: tuple[Any, ...], options: dict[str, Any]) -> Solution:
-    return deq(*inputs, **options)  # type: ignore[no-any-return]
+    return deq.forward(*inputs, **options)  # hooks are those of the compiled call
 
 
 def _checked_plan(name: str, plan: object) -> Plan:
