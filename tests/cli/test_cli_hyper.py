@@ -64,7 +64,7 @@ def test_the_summary_is_readable(run):
 
 def test_going_on_with_it(run):
     first = fitted(run)
-    again = fitted(run, "--finetune", run, "--out", run / "again", "--seed", 3)
+    again = fitted(run, "--finetune", run, "--out", run / "again")
     assert again["finetuned"] == str(run)
     assert again["parameters"] == first["parameters"]
     assert again["first"]["initial"] != first["first"]["initial"]

@@ -14,7 +14,7 @@ import equipoise as eq
 from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, NotFittedError
-from equipoise.train import hyper_study, scoring
+from equipoise.train import hyper_report, hyper_study, scoring
 from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
@@ -56,7 +56,7 @@ def studied(trained, tmp_path_factory):
 
 @pytest.fixture
 def not_drawn(monkeypatch):
-    monkeypatch.setattr(hyper_study, "_draw", lambda *_: [])
+    monkeypatch.setattr(hyper_report, "_draw", lambda *_: [])
 
 
 # The whole
@@ -300,7 +300,7 @@ def test_the_text_is_never_ahead_of_its_figures(studied, tmp_path, monkeypatch):
     """Wherever the work is ended: the text says whether figures may lack what the numbers have."""
     run, out = shutil.copytree(studied[0], tmp_path / "run"), tmp_path / "out"
     note, drawn, seen = "Figures were drawn before the newest numbers", [], []
-    write = hyper_study.write_json
+    write = hyper_report.write_json
 
     def written(path, values):
         write(path, values)
@@ -312,8 +312,8 @@ def test_the_text_is_never_ahead_of_its_figures(studied, tmp_path, monkeypatch):
         drawn.append(json.loads((folder / "pareto.json").read_text())["missing"])
         return ["pareto"]
 
-    monkeypatch.setattr(hyper_study, "write_json", written)
-    monkeypatch.setattr(hyper_study, "_draw", draw)
+    monkeypatch.setattr(hyper_report, "write_json", written)
+    monkeypatch.setattr(hyper_report, "_draw", draw)
     study_run(run, {"full": CHOSEN["full"]}, out, seeds=1, measuring=MEASURING)
     assert drawn[0] == [1, 2]
     assert drawn[-1] == []
@@ -379,7 +379,7 @@ def test_without_matplotlib_there_are_no_figures(studied, tmp_path, monkeypatch)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     said = []
-    assert hyper_study._draw(tmp_path, studied[2], said.append) == []
+    assert hyper_report._draw(tmp_path, studied[2], said.append) == []
     assert "equipoise[plots]" in said[0]
 
 
