@@ -64,7 +64,7 @@ class Report:
 
     def timed(self, timing: dict[str, Any]) -> None:
         """Take in times and metrics, as far as they go."""
-        self.timing = timing
+        self.timing = {**timing, "recipe": self.record["reported"]}
         self.write()
 
     def measured(self, name: str, found: list[dict[str, Any]]) -> None:

@@ -37,7 +37,7 @@ from equipoise.train.hyper_fit import fit_opened, pool_of
 from equipoise.train.hyper_report import REPORT, Fitted, Report, Say
 from equipoise.train.load import TrainedRun, home_of, open_run, require_equilibrium
 from equipoise.train.loop import LOG as METRICS
-from equipoise.train.pareto import LEARNED, loaded_beside, pareto_opened
+from equipoise.train.pareto import LEARNED, loaded_beside, pareto_opened, told
 from equipoise.train.pareto_curves import curves
 from equipoise.train.scoring import Scoring, engine_of
 from equipoise.train.tracking import environment, plain, put_aside, read_metrics, write_json
@@ -103,7 +103,7 @@ def study_run(
     The first recipe is the one that is timed, and followed beyond its unrolled steps. The folder gets report.json,
     pareto.json, README.md, the logs of the fits, and figures where matplotlib is installed. It is written again
     whenever something was measured: if the work is ended early, it has what was found until then, and says what is
-    missing.
+    missing. A complete report that was made otherwise before is put aside.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -139,6 +139,8 @@ def study_run(
     first = next(iter(fits))
     study.far = FAR * recipes[first].fit.unroll
     facts = {**_facts(opened, run, measuring, command), "reported": first, "unroll": recipes[first].fit.unroll}
+    facts["settings"] = study.settings(seeds, beside)
+    _keep_older(Path(out), facts["settings"], say)  # now that there is something to put in its place
     report = Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
     _measure(study, report, others, recipes[first].fit)
     return report.write(complete=True)
@@ -160,6 +162,18 @@ def _require_own(out: Path, run: str | Path) -> None:
         raise FileExistsError(f"{out} has the report of {there}; give another folder, or remove that one.")
 
 
+def _keep_older(out: Path, settings: Mapping[str, Any], say: Say) -> None:
+    """Put a complete report that was made otherwise aside: its times are nowhere else."""
+    there = _read(out / REPORT)
+    if there is not None and there.get("complete") and there.get("settings") != settings:
+        if Path.cwd().is_relative_to(out.resolve()):
+            raise FileExistsError(
+                f"{out} has a report that was made otherwise, and cannot be put aside, being the working folder or "
+                "around it; give another folder."
+            )
+        say(f"the report that was made otherwise stays in {put_aside(out, REPORT)}")
+
+
 def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: str) -> dict[str, Any]:
     """What was looked at, and how."""
     return {
@@ -177,7 +191,7 @@ def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: s
 def _measure(study: "_Study", report: Report, others: Mapping[str, nn.Module], settings: FitSettings) -> None:
     """Metric against time first, then residuals step by step; the report is written after each."""
     fits, first = report.fits, report.record["reported"]
-    study.say("metric against time")
+    study.say(f"metric against time, {first}")
     scored = curves(study.pareto([fit.solver for fit in fits[first]], others, report.timed))
     report.record["equilibrium"] = study.equilibrium(settings)
     unscored = () if len(fits) > 1 else None  # metrics of other classic solvers are for comparisons of variants alone
@@ -222,6 +236,13 @@ class _Study:
         self.skipped: dict[str, str] = {}
         self._pools: list[Pool] = []
         self._held: Pool | None = None
+
+    def settings(self, seeds: int, beside: Sequence[str | Path]) -> dict[str, Any]:
+        """All that a report depends on, as JSON holds it."""
+        recipes = [[name, to_data(recipe)] for name, recipe in self.recipes.items()]  # in order: the first is timed
+        own = {"recipes": recipes, "seeds": seeds, "measuring": to_data(self.measuring), "changes": self.changes}
+        data = {"model": self.model_hash, "train": self.train_hash, "held_out": self.held_out_hash}
+        return plain({**own, **data, "beside": list(map(str, beside)), "devices": environment()["devices"]})
 
     @functools.cached_property
     def model(self) -> nn.Module:
@@ -393,7 +414,8 @@ class _Study:
         """Metric and time of each solver after each number of steps, and of other models."""
         m = self.measuring
         chosen: dict[str, Any] = {"anderson": "anderson", LEARNED: solvers}
-        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others, "each": each}
+        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others}
+        options["each"] = told(each, m.budgets, self.say)
         return pareto_opened(self.opened, chosen, m.budgets, split=m.split, most=m.most, **options)
 
 
