@@ -284,11 +284,11 @@ def _speed(record: Mapping[str, Any]) -> str:
     unlike = " Times of different engines are not comparable." if len(kinds) > 1 else ""
     bounded, doubt = f" {why[0].upper()}{why[1:]}." if why else "", record.get("noise")
     return (
-        f"Times that the learned solver (`{record['reported']}`) is faster than Anderson at the {record['metric']} that "
-        f"Anderson has after {record['at']} steps, within half a percent ({_number(found['target'], 6)}): "
+        f"Times that the learned solver (`{record['reported']}`) is faster than Anderson at the {record['metric']} "
+        f"that Anderson has after {record['at']} steps, within half a percent ({_number(found['target'], 6)}): "
         f"**{mean}**{over}; by seed {', '.join(seeds)}{aside}.{bounded} No worse than Anderson after these numbers of "
-        f"steps: {ahead}{worst}. No worse than Anderson in the same time after these: {in_time}.{missing} Engine of what is timed: {engines}.{unlike}"
-        + (f"\n\nT{doubt[1:]}." if doubt else "")
+        f"steps: {ahead}{worst}. No worse than Anderson in the same time after these: {in_time}.{missing} Engine of "
+        f"what is timed: {engines}.{unlike}" + (f"\n\nT{doubt[1:]}." if doubt else "")
     )
 
 

@@ -62,6 +62,12 @@ def test_the_summary_is_readable(run):
     assert re.search(r"^warning: the solver has \d+ parameters, \d+\.\d% of the model's", result.stderr)
 
 
+@pytest.mark.parametrize(("budget", "warned"), [(0.01, True), (0.9, False)])
+def test_a_share_of_parameters_is_warned_of_above_the_budget_that_was_set(run, budget, warned):
+    result = invoke("hyper", run, "--steps", 1, *QUICK, "--set", f"solver.budget={budget}")
+    assert (f"of the model's, more than solver.budget = {budget}:" in result.stderr) == warned
+
+
 def test_going_on_with_it(run):
     first = fitted(run)
     again = fitted(run, "--finetune", run, "--out", run / "again")
