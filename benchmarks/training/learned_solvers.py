@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from equipoise.train.checkpoint import CheckpointError, list_checkpoints
-from equipoise.train.hyper_study import REPORT
+from equipoise.train.hyper_report import REPORT
 from equipoise.train.hyper_summary import ranges, table
 from equipoise.train.load import CHECKPOINTS, find_checkpoint
 from equipoise.train.pareto import FILE as PARETO

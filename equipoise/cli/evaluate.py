@@ -52,6 +52,7 @@ def evaluate(
         list[Path] | None,
         typer.Option(help="With --pareto: another run on the same data, e.g. of an explicit network, as one point."),
     ] = None,
+    most: Annotated[int | None, typer.Option(min=1, help="With --pareto: batches to score on; all by default.")] = None,
     force: Force = False,
     which: Which = "best",
     changes: Annotated[
@@ -70,9 +71,11 @@ def evaluate(
     if pareto:
         refuse({"--sweep": sweep, "--pictures": pictures}, "--pareto scores after --steps, 1 to 12 by default")
         refuse({"--guard": guard or None}, "--pareto counts the steps of one solver, and a guard takes more of them")
-        _pareto(run, solver, steps, as_json, **given, split=split, data_dir=data_dir, beside=beside or (), force=force)
+        options = {"split": split, "data_dir": data_dir, "beside": beside or (), "most": most, "force": force}
+        _pareto(run, solver, steps, as_json, **given, **options)
         return
     refuse({"--beside": beside}, "it is a point of --pareto")
+    refuse({"--most": most}, "scores are of all batches; --pareto may do with fewer")
     if solver and "," in solver:
         raise ValueError(f"--solver {solver} names several, which --pareto compares; give one, or --pareto.")
     if pictures:
@@ -146,10 +149,14 @@ def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bo
         options["say"] = partial(typer.echo, err=True)
     measured = pareto_run(run, names, steps or range(1, 13), **options)
     show(measured, True) if as_json else _show_pareto(measured)
+    if measured["noise"]:
+        warn(f"{measured['noise']}; measure again when nothing else runs.")
 
 
 def _show_pareto(record: dict[str, Any]) -> None:
     """A row per point, and the speed-ups."""
+    from equipoise.train.pareto_curves import UNKNOWN, times_faster, why_bounded
+
     columns = ("solver", "seed", "steps", "metric", "ms", "residual")
     # Of the metric half a percent counts.
     rows = [[p[name] if name == "metric" else _short(p[name]) for name in columns] for p in record["points"]]
@@ -157,10 +164,14 @@ def _show_pareto(record: dict[str, Any]) -> None:
     for name, found in record["speedup"].items():
         if name == record["reference"]:
             continue
-        if found["mean"] is not None:
-            print(f"{name}: {found['mean']:.2f} times as fast as {record['reference']} at {found['target']:.6g}")
-        else:
+        times, beyond = times_faster(found), f"{record['reference']} at {found['target']:.6g}"
+        why = why_bounded(found, name, record["reference"], "--steps")
+        if times is None:
             print(_not_reached(record, name, found))
+        elif found["bound"] == UNKNOWN:
+            print(f"{name}: how much faster than {beyond} is not known ({why})")
+        else:
+            print(f"{name}: {times} times as fast as {beyond}{why and f' ({why})'}")
     print(f"written: {Path(record['run']) / 'pareto.json'}")
 
 

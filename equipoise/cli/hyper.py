@@ -3,6 +3,8 @@
 import dataclasses
 import shlex
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -16,9 +18,15 @@ from equipoise.cli.output import show, table, warn
 MOST_SKIPPED = 0.1  # of the steps of a fit
 LEAST_ACCEPTED = 0.5  # of the equilibria, below which a solver learns from the easy ones
 SEEDS = 3  # of a recipe, in a report
-FULL = "full"  # the recipe that others are compared with
+FULL = "full"  # the recipe that others are compared with, and the default
 
-Finetune = Annotated[Path | None, typer.Option(help="A learned solver to go on with, e.g. of an earlier checkpoint.")]
+Finetune = Annotated[
+    Path | None,
+    typer.Option(
+        help="A learned solver to go on with, e.g. of an earlier checkpoint: by the settings that it was fitted by, "
+        "or those of a --recipe."
+    ),
+]
 Inputs = Annotated[
     Path | None,
     typer.Option(
@@ -31,7 +39,7 @@ Recipes = Annotated[
     typer.Option(
         "--recipe",
         help="Settings in a file, [solver] and [fit], or a name (`equipoise list hyper`). With --report it may be "
-        "repeated, and may be a folder of files.",
+        "repeated, and may be a folder of files; the first one is timed, of a folder `full` if it is there.",
     ),
 ]
 Changes = Annotated[
@@ -102,7 +110,10 @@ def hyper(
         raise ValueError(f"--minutes must be above 0, got {minutes:g}.")
     named = {"steps": steps, "unroll": unroll, "seed": seed}
     own, of_task = _split(changes or [])
-    chosen = {name: _changed(recipe, named) for name, recipe in _read(recipes or [], own).items()}
+    tell = partial(typer.echo, err=as_json)
+    gone_on_with = None if finetune is None or recipes or report is not None else _fit_of(finetune, tell)
+    found = _read(recipes or [], own, gone_on_with)
+    chosen = {name: _changed(recipe, named) for name, recipe in found.items()}
     options: dict[str, Any] = {"data_dir": data_dir, "which": which, "changes": of_task}
     options["seconds"] = None if minutes is None else 60 * minutes
     if report is not None:
@@ -136,25 +147,42 @@ def _split(changes: list[str]) -> tuple[list[str], list[str]]:
     return [change for change in changes if change not in of_task], of_task
 
 
-def _read(given: list[str], changes: list[str]) -> dict[str, Any]:
-    """Recipes by name, changed; the one in full comes first, and is there whenever others are compared."""
+def _fit_of(solver: Path, tell: Callable[[str], None]) -> dict[str, Any]:
+    """The settings by which a learned solver was fitted, to go on with it; those in full where its file has none."""
+    from equipoise.train.config import to_data
+    from equipoise.train.hyper_fit import settings_of
+
+    settings = settings_of(solver)
+    if settings is None:
+        tell(f"settings of the fit: those of `{FULL}`, {solver} has none that can be read; --recipe names others")
+        return {}
+    tell(f"settings of the fit: those by which {solver} was fitted; --recipe names others")
+    return {"fit": to_data(settings)}
+
+
+def _read(given: list[str], changes: list[str], usual: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Recipes by name, changed, as they were given; nothing is added to them.
+
+    Args:
+        given: Names, files, folders.
+        changes: Of all of them.
+        usual: The settings without any; those in full by default.
+    """
     from equipoise.tasks.hyper import HyperRecipe
     from equipoise.train.config import Source, Table, load_config, with_overrides
 
     paths = by_name("recipes", [path for one in given for path in _paths(one)], lambda path: path.stem)
     found = {name: load_config(HyperRecipe, path, changes) for name, path in paths.items()}
-    if not found or (len(found) > 1 and FULL not in found):
-        found[FULL] = with_overrides(Table({}, Source("the settings")), changes).build(HyperRecipe)
-    return dict(sorted(found.items(), key=lambda item: item[0] != FULL))
+    return found or {FULL: with_overrides(Table(usual or {}, Source("the settings")), changes).build(HyperRecipe)}
 
 
 def _paths(given: str) -> list[Path]:
-    """The files that a path or a name means."""
+    """The files that a path or a name means; of a folder the recipe in full comes first."""
     path, known = Path(given), learned_recipes()
     if given in known:  # a folder of that name is ./NAME
         return [known[given]]
     if path.is_dir():
-        files = sorted(path.glob("*.toml"))
+        files = sorted(path.glob("*.toml"), key=lambda file: (file.stem != FULL, file))
         if not files:
             raise ValueError(f"{path} holds no recipes (*.toml).")
         return files

@@ -17,7 +17,14 @@ Force = Annotated[
     bool,
     typer.Option("--force", help="Take a learned solver even if it was fitted to another model, or to other weights."),
 ]
-Guard = Annotated[bool, typer.Option("--guard", help="Hand systems that the solver leaves unsolved to Anderson.")]
+Guard = Annotated[
+    bool,
+    typer.Option(
+        "--guard",
+        help="Hand systems that the solver leaves unsolved to Anderson. A number of steps is that of each of the two: "
+        "--steps 2 --guard takes 4 at most.",
+    ),
+]
 Which = Annotated[str, typer.Option("--which", help="Checkpoint of the run: best or latest.")]
 Split = Annotated[str, typer.Option("--split", help="Held-out data: valid or test.")]
 

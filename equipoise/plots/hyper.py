@@ -22,13 +22,14 @@ def beyond_chart(record: Mapping[str, Any]) -> Chart:
     seeds = [_followed(curve) for curve in record["variants"][record["reported"]]["curves"]]
     lines = {name: _followed(curve) for name, curve in record["classic"].items()}
     first = next(iter(lines))
-    lines = {first: lines.pop(first), "learned": _mean(seeds), **lines}  # in colours of metric against time
+    learned = style.shorten(f"learned ({record['reported']})")
+    lines = {first: lines.pop(first), learned: _mean(seeds), **lines}  # in colours of metric against time
     with style.applied():
         figure, (axes,) = style.panels(title, [3.2])
         axes.set_yscale("log")
         missing = 0
         for mean, _ in seeds if len(seeds) > 1 else ():
-            missing += style.curve(axes, list(enumerate(mean)), list(lines).index("learned"), thin=True)
+            missing += style.curve(axes, list(enumerate(mean)), list(lines).index(learned), thin=True)
         for series, (mean, spread) in enumerate(lines.values()):
             missing += style.curve(axes, list(enumerate(mean)), series)
             style.band(axes, mean, [one + more for one, more in zip(mean, spread, strict=True)], series)

@@ -126,6 +126,22 @@ def load_solver(
     return solver.to(place)
 
 
+def solver_notes(path: str | Path) -> dict[str, Any]:
+    """What was kept with a learned solver, e.g. the recipe that it was fitted by; nothing if that cannot be read.
+
+    Args:
+        path: See `load_solver`.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(_file(Path(str(path).removeprefix(PREFIX))), framework="pt") as file:
+            notes = json.loads((file.metadata() or {}).get("notes", "{}"))
+    except (SafetensorError, ValueError):
+        return {}
+    return notes if isinstance(notes, dict) else {}
+
+
 def _file(path: Path) -> Path:
     """The file that a path means."""
     tried = [path] if not path.is_dir() else [path / FILE, path / "hyper" / FILE]

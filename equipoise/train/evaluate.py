@@ -195,7 +195,12 @@ def chosen_solver(model: nn.Module, name: str | None, *, force: bool = False, gu
     if isinstance(first, Ladder):
         raise ValueError(
             "guard: a Ladder hands on what it leaves unsolved already; leave out --guard, or give another solver, e.g. "
-            "--solver anderson."
+            "--solver hyper:RUN."
+        )
+    if found is None and isinstance(first, Anderson):
+        raise ValueError(
+            "guard: the model's own solver is Anderson already, and would hand on to itself; leave out --guard, or "
+            "give the solver to be guarded, e.g. --solver hyper:RUN."
         )
     return Ladder((first, Anderson()))
 

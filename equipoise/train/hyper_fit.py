@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from equipoise.solvers._hyper_file import FILE, load_solver, save_solver
+from equipoise.solvers._hyper_file import FILE, load_solver, save_solver, solver_notes
 from equipoise.solvers.hyper_anderson import HyperAnderson
 from equipoise.tasks.base import forward_of
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Pool, fit_hyper_solver
 from equipoise.train.checkpoint import check_writable
-from equipoise.train.config import to_data
+from equipoise.train.config import ConfigError, from_data, to_data
 from equipoise.train.load import TrainedRun, open_run, require_equilibrium
 
 LOG, UNFINISHED_LOG = "fit.jsonl", "fit.partial.jsonl"
@@ -67,6 +67,21 @@ def fit_opened(
     path = save_solver(fit.solver, folder / FILE, opened.model, notes)
     unfinished.replace(log)
     return {"file": str(path), "log": str(log), **notes}
+
+
+def settings_of(path: str | Path) -> FitSettings | None:
+    """The settings by which a learned solver was fitted; None if its file has none that this version knows.
+
+    Args:
+        path: See `load_solver`.
+    """
+    recipe = solver_notes(path).get("recipe")
+    if not isinstance(recipe, dict) or "fit" not in recipe:
+        return None
+    try:
+        return from_data(FitSettings, recipe["fit"], str(path))
+    except (ConfigError, ValueError, TypeError):
+        return None
 
 
 def fit_run(

@@ -33,30 +33,26 @@ from equipoise.tasks.base import forward_of
 from equipoise.tasks.hyper import POOL_SHARE, FitSettings, HyperRecipe, NoEquilibriaError, NotFittedError, Pool
 from equipoise.train.checkpoint import check_writable
 from equipoise.train.config import ConfigError, from_data, to_data
-from equipoise.train.hyper_fit import LOG, fit_opened, pool_of
-from equipoise.train.hyper_summary import concluded, markdown
+from equipoise.train.hyper_fit import fit_opened, pool_of
+from equipoise.train.hyper_report import REPORT, Fitted, Report, Say
 from equipoise.train.load import TrainedRun, home_of, open_run, require_equilibrium
 from equipoise.train.loop import LOG as METRICS
-from equipoise.train.pareto import FILE as PARETO
-from equipoise.train.pareto import LEARNED, loaded_beside, pareto_opened
+from equipoise.train.pareto import LEARNED, loaded_beside, pareto_opened, told
 from equipoise.train.pareto_curves import curves
 from equipoise.train.scoring import Scoring, engine_of
 from equipoise.train.tracking import environment, plain, put_aside, read_metrics, write_json
 
 CLASSIC = ("anderson", "broyden")
-FITTED, MEASURED, REPORT = "fit.json", "measured.json", "report.json"
+FITTED, MEASURED = "fit.json", "measured.json"
 POOL = 128  # batches whose equilibria all fits share
 FAR = 3  # times the unrolled steps, to which residuals are followed
 FEW_SYSTEMS = 128  # whose residuals are followed for a variant
 MANY_SYSTEMS = 1000  # likewise for the solver that is reported
 LEAST_SECONDS = 1.0  # that a fit gets, however little time is left
-FIGURES = {"pareto", "beyond", "ablations"}
-REDRAWN = 8.0  # seconds between figures of a report that is not complete yet
 ANY = 1e30  # residual up to which held-out systems count: none is left out
 HELD_OUT = Stop(rtol=1e-3, max_steps=30)  # to what they are solved, for what a batch leaves to the next
 HASHED = 3  # batches by which data are told apart
 
-Say = Callable[[str], None]
 Points = Sequence[Mapping[str, Any]]
 
 
@@ -107,7 +103,7 @@ def study_run(
     The first recipe is the one that is timed, and followed beyond its unrolled steps. The folder gets report.json,
     pareto.json, README.md, the logs of the fits, and figures where matplotlib is installed. It is written again
     whenever something was measured: if the work is ended early, it has what was found until then, and says what is
-    missing.
+    missing. A complete report that was made otherwise before is put aside.
 
     Args:
         run: Folder of a run or of a checkpoint.
@@ -143,7 +139,9 @@ def study_run(
     first = next(iter(fits))
     study.far = FAR * recipes[first].fit.unroll
     facts = {**_facts(opened, run, measuring, command), "reported": first, "unroll": recipes[first].fit.unroll}
-    report = _Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
+    facts["settings"] = study.settings(seeds, beside)
+    _keep_older(Path(out), facts["settings"], say)  # now that there is something to put in its place
+    report = Report(Path(out), {**facts, "skipped": study.skipped}, fits, recipes, _training_seconds(opened), say)
     _measure(study, report, others, recipes[first].fit)
     return report.write(complete=True)
 
@@ -164,6 +162,18 @@ def _require_own(out: Path, run: str | Path) -> None:
         raise FileExistsError(f"{out} has the report of {there}; give another folder, or remove that one.")
 
 
+def _keep_older(out: Path, settings: Mapping[str, Any], say: Say) -> None:
+    """Put a complete report that was made otherwise aside: its times are nowhere else."""
+    there = _read(out / REPORT)
+    if there is not None and there.get("complete") and there.get("settings") != settings:
+        if Path.cwd().is_relative_to(out.resolve()):
+            raise FileExistsError(
+                f"{out} has a report that was made otherwise, and cannot be put aside, being the working folder or "
+                "around it; give another folder."
+            )
+        say(f"the report that was made otherwise stays in {put_aside(out, REPORT)}")
+
+
 def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: str) -> dict[str, Any]:
     """What was looked at, and how."""
     return {
@@ -178,10 +188,10 @@ def _facts(opened: TrainedRun, run: str | Path, measuring: Measuring, command: s
     }
 
 
-def _measure(study: "_Study", report: "_Report", others: Mapping[str, nn.Module], settings: FitSettings) -> None:
+def _measure(study: "_Study", report: Report, others: Mapping[str, nn.Module], settings: FitSettings) -> None:
     """Metric against time first, then residuals step by step; the report is written after each."""
     fits, first = report.fits, report.record["reported"]
-    study.say("metric against time")
+    study.say(f"metric against time, {first}")
     scored = curves(study.pareto([fit.solver for fit in fits[first]], others, report.timed))
     report.record["equilibrium"] = study.equilibrium(settings)
     unscored = () if len(fits) > 1 else None  # metrics of other classic solvers are for comparisons of variants alone
@@ -203,13 +213,6 @@ def _training_seconds(opened: TrainedRun) -> float | None:
     log = home_of(opened.folder) / METRICS
     records = read_metrics(log) if log.is_file() else []
     return float(records[-1]["seconds"]) if records and "seconds" in records[-1] else None
-
-
-@dataclass(frozen=True)
-class _Fitted:
-    solver: HyperAnderson
-    record: dict[str, Any]
-    folder: Path
 
 
 class _Study:
@@ -234,6 +237,13 @@ class _Study:
         self._pools: list[Pool] = []
         self._held: Pool | None = None
 
+    def settings(self, seeds: int, beside: Sequence[str | Path]) -> dict[str, Any]:
+        """All that a report depends on, as JSON holds it."""
+        recipes = [[name, to_data(recipe)] for name, recipe in self.recipes.items()]  # in order: the first is timed
+        own = {"recipes": recipes, "seeds": seeds, "measuring": to_data(self.measuring), "changes": self.changes}
+        data = {"model": self.model_hash, "train": self.train_hash, "held_out": self.held_out_hash}
+        return plain({**own, **data, "beside": list(map(str, beside)), "devices": environment()["devices"]})
+
     @functools.cached_property
     def model(self) -> nn.Module:
         """The model as it is timed, so that all metrics are of one."""
@@ -242,7 +252,7 @@ class _Study:
 
     # Fits
 
-    def fits(self, seeds: int, seconds: float | None) -> dict[str, list[_Fitted]]:
+    def fits(self, seeds: int, seconds: float | None) -> dict[str, list[Fitted]]:
         """All solvers; those that the run has are loaded."""
         wanted = [(name, seed) for name in self.recipes for seed in range(seeds)]
         kept = {(name, seed): self._kept(name, self.recipes[name], seed) for name, seed in wanted}
@@ -251,7 +261,7 @@ class _Study:
         for done, (name, seed) in enumerate(new):
             if name not in self.skipped:
                 kept[name, seed] = self._fit(name, self.recipes[name], seed, until, len(new) - done)
-        found: dict[str, list[_Fitted]] = {}
+        found: dict[str, list[Fitted]] = {}
         for (name, _), fitted in kept.items():
             if fitted is not None:
                 found.setdefault(name, []).append(fitted)
@@ -264,7 +274,7 @@ class _Study:
     def _place(self, name: str, seed: int) -> Path:
         return self.folder / name / f"seed-{seed}"
 
-    def _kept(self, name: str, recipe: HyperRecipe, seed: int) -> _Fitted | None:
+    def _kept(self, name: str, recipe: HyperRecipe, seed: int) -> Fitted | None:
         """A solver that was fitted before, by the same recipe to the same weights, on the same task."""
         folder = self._place(name, seed)
         record = _read(folder / FITTED)
@@ -272,11 +282,11 @@ class _Study:
         if record is None or (_completed(record.get("recipe")), record.get("changes"), record.get("data")) != wanted:
             return None
         try:
-            return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
+            return Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
         except (ValueError, FileNotFoundError):  # of another model or version, cut off, or gone: it is fitted anew
             return None
 
-    def _fit(self, name: str, recipe: HyperRecipe, seed: int, until: float | None, more: int) -> _Fitted | None:
+    def _fit(self, name: str, recipe: HyperRecipe, seed: int, until: float | None, more: int) -> Fitted | None:
         """A new solver; by a time that is to do for so many fits, this one among them."""
         folder, recipe = self._place(name, seed), self._recipe(recipe, seed)
         if (folder / FITTED).is_file():  # of other settings, data or weights
@@ -302,7 +312,7 @@ class _Study:
         write_json(folder / FITTED, record)
         start, end = (record[key].get("end_residual", math.nan) for key in ("first", "last"))
         self.say(f"{name}, seed {seed}: {record['seconds']:.1f} s, residual {start:.1e} to {end:.1e}")
-        return _Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
+        return Fitted(load_solver(folder / SOLVER, self.opened.model), record, folder)
 
     def _pool(self, settings: FitSettings, seconds: float | None) -> Pool:
         for pool in self._pools:
@@ -404,7 +414,8 @@ class _Study:
         """Metric and time of each solver after each number of steps, and of other models."""
         m = self.measuring
         chosen: dict[str, Any] = {"anderson": "anderson", LEARNED: solvers}
-        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others, "each": each}
+        options: dict[str, Any] = {"at": m.at, "rounds": m.rounds, "warmup": m.warmup, "others": others}
+        options["each"] = told(each, m.budgets, self.say)
         return pareto_opened(self.opened, chosen, m.budgets, split=m.split, most=m.most, **options)
 
 
@@ -438,102 +449,3 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
-
-
-# Files
-
-
-class _Report:
-    """The folder of results, written again whenever there is more.
-
-    Args:
-        out: The folder.
-        record: What is known before anything was measured.
-        fits: The solvers.
-        recipes: Of the variants.
-        training: Seconds of training the model; None if unknown.
-        say: Told what is missing.
-    """
-
-    def __init__(
-        self,
-        out: Path,
-        record: dict[str, Any],
-        fits: Mapping[str, Sequence[_Fitted]],
-        recipes: Mapping[str, HyperRecipe],
-        training: float | None,
-        say: Say,
-    ) -> None:
-        self.out, self.record, self.fits, self.recipes = out, record, fits, recipes
-        self.training, self.say = training, say
-        self.timing: dict[str, Any] = {}
-        self.figures: list[str] = []
-        self._drawn = -math.inf
-        if not (out / REPORT).is_file():  # the folder is this run's from now on
-            out.mkdir(parents=True, exist_ok=True)
-            write_json(out / REPORT, {"run": record["run"], "complete": False})
-        self.record["variants"] = {record["reported"]: self._variant(record["reported"])}
-        self._copy_logs()
-
-    def timed(self, timing: dict[str, Any]) -> None:
-        """Take in times and metrics, as far as they go."""
-        self.timing = timing
-        self.write()
-
-    def measured(self, name: str, found: list[dict[str, Any]]) -> None:
-        """Take in the curves of a variant."""
-        self.record["variants"][name] = {**self._variant(name), "curves": found}
-        self.write()
-
-    def write(self, complete: bool = False) -> dict[str, Any]:
-        """Write all files; figures not each time, unless this is the last one, and then the text says so."""
-        record = plain(concluded(self.record, self.timing, self.training, self.recipes)) | {"complete": complete}
-        self._write_text(record, behind=True)  # first: the work may be ended at any time
-        write_json(self.out / PARETO, self.timing)
-        write_json(self.out / REPORT, record)
-        if complete or time.perf_counter() - self._drawn > REDRAWN:
-            self.figures, self._drawn = _draw(self.out, record, self.say), time.perf_counter()
-            self._write_text(record, behind=False)
-        if complete:
-            for name in FIGURES - {*self.figures}:  # of a report with more variants
-                for path in self.out.glob(f"{name}.*"):
-                    if path.name != PARETO:
-                        path.unlink()
-        files = [path for path in sorted(self.out.rglob("*")) if path.is_file()]
-        return {**record, "files": [str(path) for path in files]}
-
-    def _write_text(self, record: dict[str, Any], behind: bool) -> None:
-        """The README; `behind` if figures may lack what the numbers have."""
-        text = markdown(record, self.figures, behind=behind and bool(self.figures))
-        (self.out / "README.md").write_text(text, encoding="utf-8")
-
-    def _variant(self, name: str) -> dict[str, Any]:
-        return {"published": self.recipes[name].published, "fits": [fit.record for fit in self.fits[name]]}
-
-    def _copy_logs(self) -> None:
-        (self.out / "fits").mkdir(parents=True, exist_ok=True)
-        for path in (self.out / "fits").glob("*.jsonl"):
-            path.unlink()
-        for name, seeds in self.fits.items():
-            for seed, fit in enumerate(seeds):
-                (self.out / "fits" / f"{name}-{seed}.jsonl").write_bytes((fit.folder / LOG).read_bytes())
-
-
-def _draw(out: Path, record: dict[str, Any], say: Say) -> list[str]:
-    """Names of the figures; none where matplotlib is missing."""
-    try:
-        from equipoise.plots import make_chart, save
-        from equipoise.plots.hyper import ablation_chart, beyond_chart
-    except ImportError as error:
-        if "equipoise[plots]" not in str(error):
-            raise
-        say(str(error))
-        return []
-    charts = {"pareto": make_chart("pareto", [out])}
-    if "table" in record:  # residuals were followed
-        charts["beyond"] = beyond_chart(record)
-    if len(record["variants"]) > 1:
-        charts["ablations"] = ablation_chart(record)
-    for name, chart in charts.items():
-        save(chart, name, out)
-    return list(charts)

@@ -8,7 +8,7 @@ from typing import Any
 
 from equipoise.tasks.hyper import HyperRecipe
 from equipoise.train.pareto import LEARNED
-from equipoise.train.pareto_curves import curves
+from equipoise.train.pareto_curves import curves, times_faster, times_over_budget, why_bounded
 
 # Of the base model: parameters, and time of fitting; WikiText-103, ImageNet, Cityscapes.
 PUBLISHED_SIZES = "0.63, 3.87, 2.68 %"
@@ -45,7 +45,7 @@ def concluded(
     obstacles = sorted({point["no_graph"] for point in timed["points"] if point.get("no_graph")})
     found = {
         **record,
-        **{name: timed[name] for name in ("speedup", "ahead", "behind", "ahead_in_time", "missing")},
+        **{name: timed.get(name) for name in ("speedup", "ahead", "behind", "ahead_in_time", "missing", "noise")},
         "engines": {name: sorted(used) for name, used in engines.items()},
         "no_graph": obstacles,
         "overhead": overhead(record["variants"][record["reported"]]["fits"], timed, training),
@@ -229,7 +229,7 @@ def markdown(record: Mapping[str, Any], figures: Sequence[str], behind: bool = F
         f"# Learned solvers for {record['model']}",
         f"`{record['command']}`" if record["command"] else "",
         f"Checkpoint `{record['checkpoint']}`, {record['split']} split, {device}, "
-        f"torch {record['environment']['packages'].get('torch', '')}; "
+        f"torch {record['environment']['packages'].get('torch', '')}; timed and followed is `{record['reported']}`; "
         f"seeds of each solver: {len(fits)}, fitted with {record['unroll']} unrolled steps and {made} steps of the "
         f"optimiser, to the {100 * min(fit['accepted'] for fit in fits):.1f} % of the systems whose equilibrium was "
         "found. ± is the standard deviation over seeds.",
@@ -239,10 +239,15 @@ def markdown(record: Mapping[str, Any], figures: Sequence[str], behind: bool = F
         "## Faster at an equal metric",
         _speed(record),
         "## Overhead",
-        _overhead(record["overhead"]),
+        _overhead(record["overhead"], _learned(record)),
         *(_of_curves(record, figures) if "table" in record else ["Residuals have not been followed yet."]),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _learned(record: Mapping[str, Any]) -> str:
+    """What is timed, by the name of its recipe."""
+    return f"learned (`{record['reported']}`)"
 
 
 def _of_curves(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
@@ -259,14 +264,15 @@ def _of_curves(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
 def _speed(record: Mapping[str, Any]) -> str:
     found = record["speedup"][LEARNED]
     open_yet = "not known yet" if record["missing"] else "not reached"
-    values = ", ".join(open_yet if value is None else f"{value:.2f}" for value in found["values"])
+    # A bound of some seeds, or of the mean, is one of all.
+    seeds = [times_faster({**found, "mean": value}) or open_yet for value in found["values"]]
     unsure = open_yet if record["missing"] else "not reached by all seeds"
-    mean = unsure if found["mean"] is None else f"{found['mean']:.2f}"
-    over = (
-        "" if found["over_budget"] is None else f" (over Anderson's time for all of them: {found['over_budget']:.2f})"
-    )
+    mean, over_budget = times_faster(found) or unsure, times_over_budget(found)
+    over = "" if over_budget is None else f" (over Anderson's time for all of them: {over_budget})"
+    why = why_bounded(found, f"`{record['reported']}`", "Anderson", "steps (`--at`)") if found["mean"] else ""
     alone = found.get("alone")  # on a CPU the same
-    aside = "" if alone in (None, found["mean"]) else f"; batches one at a time, host included, {alone:.2f}"
+    apart = None if alone == found["mean"] else times_faster({**found, "mean": alone})
+    aside = "" if apart is None else f"; batches one at a time, host included, {apart}"
     ahead, behind = ranges(record["ahead"][LEARNED]), float(record["behind"][LEARNED])
     worst = f" (elsewhere at most {100 * behind:.2g} % worse)" if behind > 0 else ""
     in_time = ranges(record["ahead_in_time"][LEARNED])
@@ -276,15 +282,17 @@ def _speed(record: Mapping[str, Any]) -> str:
     if record["no_graph"]:
         engines += f" (not the whole forward pass as one graph: {'; '.join(record['no_graph'])})"
     unlike = " Times of different engines are not comparable." if len(kinds) > 1 else ""
+    bounded, doubt = f" {why[0].upper()}{why[1:]}." if why else "", record.get("noise")
     return (
-        f"Times faster than Anderson at the {record['metric']} that it has after {record['at']} steps, within half a "
-        f"percent ({_number(found['target'], 6)}): **{mean}**{over}; by seed {values}{aside}. No worse than Anderson "
-        f"after these numbers of steps: {ahead}{worst}. No worse than Anderson in the same time after these: "
-        f"{in_time}.{missing} Engine of what is timed: {engines}.{unlike}"
+        f"Times that the learned solver (`{record['reported']}`) is faster than Anderson at the {record['metric']} "
+        f"that Anderson has after {record['at']} steps, within half a percent ({_number(found['target'], 6)}): "
+        f"**{mean}**{over}; by seed {', '.join(seeds)}{aside}.{bounded} No worse than Anderson after these numbers of "
+        f"steps: {ahead}{worst}. No worse than Anderson in the same time after these: {in_time}.{missing} Engine of "
+        f"what is timed: {engines}.{unlike}" + (f"\n\nT{doubt[1:]}." if doubt else "")
     )
 
 
-def _overhead(found: Mapping[str, Any]) -> str:
+def _overhead(found: Mapping[str, Any], learned: str) -> str:
     share = "–" if found["time_share"] is None else f"{100 * found['time_share']:.2f} %"
     steps = found["ms_per_step"]
     rows = [
@@ -305,7 +313,7 @@ def _overhead(found: Mapping[str, Any]) -> str:
     published = [PUBLISHED_SIZES, PUBLISHED_TIMES, "less than 100 %"]
     rows = [[*row, said] for row, said in zip(rows, published, strict=True)]
     doubt = f"\n\nWhat a step costs is not known: {found['step_doubt']}." if found["step_doubt"] else ""
-    return table(("", "learned", "base", "share", "published"), rows) + doubt
+    return table(("", learned, "base", "share", "published"), rows) + doubt
 
 
 def _beyond(record: Mapping[str, Any]) -> str:
@@ -321,7 +329,7 @@ def _beyond(record: Mapping[str, Any]) -> str:
     ]
     systems = record["classic"]["anderson"]["residual"]["systems"]
     said = f"Mean relative residual of {systems} systems. Below Anderson's at steps {ranges(below)} of 1 to {far}."
-    return table(("step", "learned", "Anderson"), rows) + "\n\n" + said
+    return table(("step", _learned(record), "Anderson"), rows) + "\n\n" + said
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -100,7 +100,7 @@ def pareto(
         Plain values: `points` with solver, seed, steps, metric, loss, milliseconds per batch (`ms`, the median;
         `ms_mean`; `ms_alone`), the residual, the `engine` that was timed ("graph", "captured", "eager" or "mixed") and
         why it was not one graph (`no_graph`); `missing`, the numbers of steps that are still to be measured; `speedup`
-        by solver.
+        by solver; `noise`, why times are doubtful, if they are.
     """
     kinds = [kind for name, given in solvers.items() for kind in _kinds(name, given, model)]
     reference, at = reference or next(iter(solvers)), max(budgets) if at is None else at
@@ -381,17 +381,13 @@ def pareto_run(
     others = {} if explicit is None else {f"{explicit} layers": opened.model.explicit(explicit)}  # type: ignore[operator]
     others |= loaded_beside(opened, beside, data_dir)
     path, head = Path(run) / FILE, {"run": str(run), "changes": list(changes), "solvers": list(solvers)}
-    left, total = {*budgets}, len({*budgets})
 
     def keep(record: dict[str, Any]) -> None:
-        if len(left) == total:
+        if len(record["missing"]) == len({*budgets}) - 1:  # the first one
             _keep_older(path, {**record, **head}, say)
         write_json(path, {**record, **head})
-        (steps,) = left - {*record["missing"]}
-        left.remove(steps)
-        say(f"{_measured(record, steps)} ({total - len(left)} of {total})")
 
-    options |= {"others": others, "at": at, "each": keep}
+    options |= {"others": others, "at": at, "each": told(keep, budgets, say)}
     return {**pareto_opened(opened, chosen, budgets, split=split, most=most, **options), **head}
 
 
@@ -421,6 +417,27 @@ def _tail(path: Path, others: Sequence[Path]) -> Path:
         if all(other.parts[-size:] != path.parts[-size:] for other in others):
             return Path(*path.parts[-size:])
     return path
+
+
+def told(
+    each: Callable[[dict[str, Any]], None], budgets: Iterable[int], say: Callable[[str], None]
+) -> Callable[[dict[str, Any]], None]:
+    """What `pareto` calls after each number of steps, made to say a line then.
+
+    Args:
+        each: What else is to be done, before that.
+        budgets: All numbers of steps.
+        say: Takes the lines.
+    """
+    left, total = {*budgets}, len({*budgets})
+
+    def tell(record: dict[str, Any]) -> None:
+        each(record)
+        (steps,) = left - {*record["missing"]}
+        left.remove(steps)
+        say(f"{_measured(record, steps)} ({total - len(left)} of {total})")
+
+    return tell
 
 
 def _measured(record: Mapping[str, Any], steps: int) -> str:

@@ -1,11 +1,15 @@
 """What measured curves of metric against time amount to: how much sooner an equal metric, and who is ahead where."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 TOLERANCE = 5e-3  # a metric so much worse still counts as equal
+LEAST, MOST, UNKNOWN = "at least", "at most", "unknown"  # what a speed-up is that measured times do not tell
+UNSTEADY = 1.5  # upper over lower quartile of the times of a batch, above which something else ran
+FALLS = 1.05  # likewise a time over that after more steps
 
 Curve = Sequence[Mapping[str, Any]]
 """Points of a solver, by number of steps, each with `steps`, `metric` and `ms`."""
@@ -22,6 +26,7 @@ def conclusions(record: Mapping[str, Any]) -> dict[str, Any]:
         "ahead": steps_ahead(record),
         "behind": most_behind(record),
         "ahead_in_time": ahead_in_time(record),
+        "noise": noise(record),
     }
 
 
@@ -82,6 +87,10 @@ def speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     metric, over the seed's. It may need fewer than `at` steps; `over_budget` is over its time for all of them, and
     `alone` the mean for batches one at a time. Where numbers of steps are missing still, curves count up to the first
     of them. A reference of several seeds counts by its mean.
+
+    Who has the metric after the fewest steps that were measured may have it after fewer: then `bound` says what the
+    mean is, "at least" where that is the solver, "at most" the reference, "unknown" both; it is None for a number that
+    is known, and `over_budget` is of the solver alone, and at least as large. Nobody takes less than one step.
     """
     said = _speedups(record)
     if all("ms_alone" in point for point in record["points"]):
@@ -102,19 +111,76 @@ def _speedups(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         # Not across a gap, where the curve is unknown.
         return time_to_reach([p for p in curve if not missing or p["steps"] < min(missing)], target, better)
 
+    def early(curve: Curve) -> bool:
+        return curve[0]["steps"] > 1 and reached(curve[:1]) is not None
+
     needed = reached(reference)
     said: dict[str, dict[str, Any]] = {}
     for name, seeds in found.items():
         times = [reached(seed) for seed in seeds]
         values = [None if time is None or needed is None else needed / time for time in times]
         over = [None if time is None else end["ms"] / time for time in times]
-        said[name] = {"target": target, "values": values, "mean": _mean(values), "over_budget": _mean(over)}
+        bound = _BOUNDS[any(map(early, seeds)), early(reference)] if name != record["reference"] else None
+        means = {"mean": _mean(values), "bound": bound, "over_budget": _mean(over)}
+        said[name] = {"target": target, "values": values, **means}
     return said
+
+
+# By whether the solver, and whether the reference, may have the metric earlier than was measured.
+_BOUNDS = {(False, False): None, (True, False): LEAST, (False, True): MOST, (True, True): UNKNOWN}
+
+
+def times_faster(speedup: Mapping[str, Any]) -> str | None:
+    """The mean of a speed-up, of one solver, with its bound; None if there is none."""
+    mean, bound = speedup.get("mean"), speedup.get("bound")
+    if not isinstance(mean, int | float):
+        return None
+    return "not known" if bound == UNKNOWN else f"{bound} {mean:.2f}" if bound else f"{mean:.2f}"
+
+
+def times_over_budget(speedup: Mapping[str, Any]) -> str | None:
+    """The same over the time that the reference takes for all of its steps."""
+    bound = LEAST if speedup.get("bound") in (LEAST, UNKNOWN) else None
+    return times_faster({"mean": speedup.get("over_budget"), "bound": bound})
+
+
+def why_bounded(speedup: Mapping[str, Any], solver: str, reference: str, option: str) -> str:
+    """Why a speed-up is a bound, and what to do; nothing where it is none.
+
+    Args:
+        speedup: Of `speedups`, of one solver.
+        solver: What that is called.
+        reference: Likewise.
+        option: By which numbers of steps are given.
+    """
+    who = {LEAST: f"{solver} has", MOST: f"{reference} has", UNKNOWN: "both have"}.get(speedup.get("bound") or "")
+    return f"{who} it after the fewest steps that were measured: give fewer {option}" if who else ""
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if len(known) == len(values) else None
+
+
+def noise(record: Mapping[str, Any]) -> str | None:
+    """What tells that times are not those of the solvers alone, in words; None if nothing does."""
+    spreads = [(p["ms_high"] / p["ms_low"], p) for p in record["points"] if p.get("ms_low", 0) > 0]
+    pairs = [pair for own in curves(record).values() for seed in own for pair in itertools.combinations(seed, 2)]
+    falls = [(before["ms"] / after["ms"], before, after) for before, after in pairs if after["ms"] > 0]
+    said = []
+    if spreads and (worst := max(spreads, key=lambda found: found[0]))[0] > UNSTEADY:
+        spread, point = worst
+        steps = "" if point["steps"] is None else f" after {_steps(point['steps'])}"
+        said.append(f"vary by {100 * (spread - 1):.0f} % from call to call ({point['solver']}{steps})")
+    if falls and (most := max(falls, key=lambda found: found[0]))[0] > FALLS:
+        fall, before, after = most
+        where = f"{before['solver']}, after {before['steps']} and {_steps(after['steps'])}"
+        said.append(f"fall by {100 * (1 - 1 / fall):.0f} % with more steps ({where})")
+    return f"times {' and '.join(said)}: other work probably ran on this machine" if said else None
+
+
+def _steps(count: int) -> str:
+    return f"{count} step{'s' if count > 1 else ''}"
 
 
 def steps_ahead(record: Mapping[str, Any]) -> dict[str, list[int]]:

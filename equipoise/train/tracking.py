@@ -103,12 +103,16 @@ def written_scores(folder: str | Path, split: str = "*") -> list[Path]:
     return sorted(found, key=lambda path: path.stem.partition("-")[2], reverse=True)
 
 
-def put_aside(path: Path) -> Path:
+def put_aside(path: Path, part: str = "") -> Path:
     """Give a file or folder that is in the way a name of its own, with the time of its writing; returns the new place.
 
     What it holds may have taken hours.
+
+    Args:
+        path: The file or folder.
+        part: Of a folder: the file whose time counts.
     """
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(path.stat().st_mtime))
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime((path / part).stat().st_mtime))
     names = itertools.chain([stamp], (f"{stamp}-{number}" for number in itertools.count(2)))
     places = (path.with_name(f"{path.stem}-{name}{path.suffix}") for name in names)
     older = next(place for place in places if not place.exists())

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from equipoise import Anderson, Ladder, override
+from equipoise.bench.harness import Sample
 from equipoise.cli.evaluate import _show_pareto
 from equipoise.generate import Sampling, sample_text
 from equipoise.train.evaluate import score
@@ -69,9 +70,10 @@ def test_unsolved_systems_are_handed_to_anderson(copy_run):
     opened = open_run(copy_run, "valid", device="cpu")
     with override(opened.model, solver=Ladder((Anderson(), Anderson()))):
         truth = score(opened, "valid")
-    own = json.loads(invoke("evaluate", copy_run, "--guard", "--json").stdout)
-    assert own["solver"] == "Ladder (Anderson, Anderson)"
-    assert own["results"][0]["loss"] == pytest.approx(truth["loss"], rel=1e-5)
+    asked = json.loads(invoke("evaluate", copy_run, "--solver", "anderson", "--guard", "--json").stdout)
+    assert asked["solver"] == "Ladder (Anderson, Anderson)"
+    assert asked["results"][0]["loss"] == pytest.approx(truth["loss"], rel=1e-5)
+    assert "--steps 2 --guard takes 4" in " ".join(invoke("evaluate", "--help").stdout.split())
 
 
 def test_scores_are_kept(copy_run, tmp_path):
@@ -111,9 +113,11 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
         (("--pareto", "--solver", ""), "--solver '' has an empty name"),
         (("--pareto", "--pictures", "2"), "--pictures cannot be used here"),
         (("--pareto", "--guard"), "--guard cannot be used here: --pareto counts the steps of one solver"),
+        (("--guard",), "guard: the model's own solver is Anderson already, and would hand on to itself; leave out"),
         (("--guard", "--solver", "ladder"), "a Ladder hands on what it leaves unsolved already"),
         (("--guard", "--sweep", "solver.memory=2,3"), "solver.memory cannot be varied with a guard"),
         (("--beside", "other"), "--beside cannot be used here: it is a point of --pareto"),
+        (("--most", "2"), "--most cannot be used here: scores are of all batches; --pareto may do with fewer"),
         (("--which", "lates"), "did you mean 'latest'"),
     ],
 )
@@ -163,12 +167,58 @@ def test_metric_against_time_is_told_as_it_is_measured(copy_run, tmp_path):
     result = invoke("evaluate", out, *options)
     points = {(p["solver"], p["steps"]): p for p in json.loads((out / "pareto.json").read_text())["points"]}
     after = [", ".join(f"{name} {points[name, k]['metric']:.6g}" for name in ("anderson", "picard")) for k in (1, 2)]
-    assert result.stderr.splitlines() == [f"after 2 steps: {after[1]} (1 of 2)", f"after 1 step: {after[0]} (2 of 2)"]
+    said = result.stderr.splitlines()
+    assert said[:2] == [f"after 2 steps: {after[1]} (1 of 2)", f"after 1 step: {after[0]} (2 of 2)"]
+    assert all(line.startswith("warning: times ") for line in said[2:])  # of a millisecond each
     rows = [line.split() for line in result.stdout.splitlines()[2:6]]
     assert [row[3] for row in rows] == [
         f"{points[name, k]['metric']:.6g}" for k in (1, 2) for name in ("anderson", "picard")
     ]
-    assert invoke("evaluate", out, *options, "--json").stderr == ""
+    few = invoke("evaluate", out, *options, "--most", 1, "--json")
+    assert "after " not in few.stderr.splitlines()[:1]
+    assert json.loads(few.stdout)["most"] == 1
+
+
+@pytest.mark.parametrize(("times", "warned"), [((1e-3, 1e-3, 2e-3, 2e-3), True), ((1e-3, 1e-3, 1.1e-3), False)])
+def test_times_that_vary_are_warned_of(copy_run, tmp_path, monkeypatch, times, warned):
+    out, sample = shutil.copytree(copy_run, tmp_path / "run"), Sample.of(times)
+    monkeypatch.setattr("equipoise.train.pareto.in_turns", lambda works, *_, **__: dict.fromkeys(works, sample))
+    options = ("--pareto", "--solver", "anderson", "--steps", 1, "--most", 1)
+    text = (
+        "warning: times vary by 100 % from call to call (anderson after 1 step): other work probably ran on this "
+        "machine; measure again when nothing else runs."
+    )
+    for form in ((), ("--json",)):
+        said = [line for line in invoke("evaluate", out, *options, *form).stderr.splitlines() if "warning" in line]
+        assert said == ([text] if warned else [])
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        (None, "hyper: 2.21 times as fast as anderson at 0.865"),
+        (
+            "at least",
+            "hyper: at least 2.21 times as fast as anderson at 0.865 (hyper has it after the fewest steps that were "
+            "measured: give fewer --steps)",
+        ),
+        (
+            "at most",
+            "hyper: at most 2.21 times as fast as anderson at 0.865 (anderson has it after the fewest steps that were "
+            "measured: give fewer --steps)",
+        ),
+        (
+            "unknown",
+            "hyper: how much faster than anderson at 0.865 is not known (both have it after the fewest steps that were "
+            "measured: give fewer --steps)",
+        ),
+    ],
+)
+def test_a_speed_up_that_is_bounded_is_said_so(capsys, bound, words):
+    found = {"target": 0.865, "values": [2.208], "mean": 2.208, "bound": bound}
+    record = {"points": [], "reference": "anderson", "checkpoint": "c", "run": "r", "split": "valid"}
+    _show_pareto({**record, "metric": "accuracy", "speedup": {"hyper": found}})
+    assert capsys.readouterr().out.splitlines()[-2] == words
 
 
 def test_a_solver_that_does_not_reach_the_metric_is_said_so(capsys):
@@ -193,11 +243,13 @@ def test_text_by_a_guarded_solver(text_run):
     def text(**options):
         return "".join(sample_text(text_run, "a", 6, Sampling(temperature=0), **options))
 
-    assert len(text(solver="picard", guard=True)) == len(text(guard=True)) == 7
+    assert len(text(solver="picard", guard=True)) == 7
     shown = invoke("generate", text_run, "--length", 7, "--seed", 1, "--solver", "picard", "--guard", "--json").stdout
     assert json.loads(shown)["texts"]
     with pytest.raises(ValueError, match="a Ladder hands on"):
         text(solver="ladder", guard=True)
+    with pytest.raises(ValueError, match="is Anderson already"):
+        text(guard=True)
 
 
 def test_text_is_generated(text_run):

@@ -11,7 +11,7 @@ import equipoise as eq
 from equipoise import EquilibriumWarning
 from equipoise.cli.hyper import _read
 from equipoise.plots import draw
-from equipoise.solvers import fingerprint, load_solver
+from equipoise.solvers import fingerprint, load_solver, save_solver
 from equipoise.tasks.hyper import FitSettings, HyperRecipe
 from equipoise.train import hyper_study
 from equipoise.train.hyper_fit import fit_run
@@ -62,13 +62,47 @@ def test_the_summary_is_readable(run):
     assert re.search(r"^warning: the solver has \d+ parameters, \d+\.\d% of the model's", result.stderr)
 
 
+@pytest.mark.parametrize(("budget", "warned"), [(0.01, True), (0.9, False)])
+def test_a_share_of_parameters_is_warned_of_above_the_budget_that_was_set(run, budget, warned):
+    result = invoke("hyper", run, "--steps", 1, *QUICK, "--set", f"solver.budget={budget}")
+    assert (f"of the model's, more than solver.budget = {budget}:" in result.stderr) == warned
+
+
 def test_going_on_with_it(run):
     first = fitted(run)
-    again = fitted(run, "--finetune", run, "--out", run / "again", "--seed", 3)
+    again = fitted(run, "--finetune", run, "--out", run / "again")
     assert again["finetuned"] == str(run)
     assert again["parameters"] == first["parameters"]
     assert again["first"]["initial"] != first["first"]["initial"]
     assert again["first"]["loss"] == pytest.approx(first["first"]["loss"] - 1)  # that on residuals is over
+
+
+def test_going_on_by_the_settings_that_it_was_fitted_by(run, tmp_path):
+    """Those of its file; options count on top, another recipe instead."""
+    first = fitted(run, "--recipe", "quick", "--set", "fit.learning_rate=2e-3")
+    options = ("--finetune", run, "--set", "fit.pool=2", "--steps", 1)
+    result = invoke("hyper", run, *options, "--out", run / "again", "--json")
+    kept, own = json.loads(result.stdout)["recipe"]["fit"], first["recipe"]["fit"]
+    assert own["plain"] is not HyperRecipe().fit.plain or own["stop"] != HyperRecipe().fit.stop
+    assert kept == {**own, "pool": 2, "steps": 1}
+    assert f"settings of the fit: those by which {run} was fitted; --recipe names others\n" in result.stderr
+    shown = invoke("hyper", run, *options, "--unroll", 2, "--out", run / "third")
+    assert shown.stdout.startswith(f"settings of the fit: those by which {run} was fitted")
+    result = invoke("hyper", run, *options, *QUICK[:4], "--recipe", "full", "--out", run / "fourth", "--json")
+    full = json.loads(result.stdout)["recipe"]["fit"]
+    assert full["learning_rate"] == HyperRecipe().fit.learning_rate
+    assert "settings of the fit" not in result.stderr
+
+
+@pytest.mark.parametrize("notes", [{}, {"recipe": {"fit": {"of_another_version": 1}}}])
+def test_going_on_with_one_that_does_not_say_how_it_was_fitted(run, notes):
+    fitted(run, "--recipe", "quick")
+    save_solver(load_solver(run), run / "bare" / "solver.safetensors", load(run), notes)
+    options = ("--finetune", run / "bare", "--steps", 1, *QUICK[:4], "--out", run / "again", "--json")
+    result = invoke("hyper", run, *options)
+    assert f"settings of the fit: those of `full`, {run / 'bare'} has none that can be read" in result.stderr
+    found = json.loads(result.stdout)["recipe"]["fit"]
+    assert found["learning_rate"] == HyperRecipe().fit.learning_rate
 
 
 def test_what_it_consists_of_is_kept(run, run_main):
@@ -219,13 +253,19 @@ def test_a_limit_of_time(run):
     assert record["steps"] == 1
 
 
-def test_recipes_of_a_folder_come_with_the_one_in_full(tmp_path):
-    (tmp_path / "b.toml").write_text("[solver]\nmemory = 2\n")
-    (tmp_path / "a.toml").write_text("")
+def test_recipes_come_as_they_were_given_and_none_is_added(tmp_path):
+    """The first one is timed: of a folder that in full, if it has one."""
+    for name, text in {"b": "[solver]\nmemory = 2\n", "a": "", "full": ""}.items():
+        (tmp_path / f"{name}.toml").write_text(text)
     found = _read([str(tmp_path)], ["fit.steps=7"])
     assert list(found) == ["full", "a", "b"]
     assert {recipe.fit.steps for recipe in found.values()} == {7}
     assert (found["a"].solver.memory, found["b"].solver.memory) == (6, 2)
+    (tmp_path / "full.toml").unlink()
+    assert list(_read([str(tmp_path)], [])) == ["a", "b"]
+    assert list(_read(["quick", str(tmp_path), "full", "quick"], [])) == ["quick", "a", "b", "full"]
+    assert list(_read(["softmax", "full"], [])) == ["softmax", "full"]
+    assert list(_read([], [])) == ["full"]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no recipes"):
         _read([str(tmp_path / "empty")], [])

@@ -63,6 +63,14 @@ def test_pictures_that_cannot_be(copy_run, run_main, count, words):
     assert words in error
 
 
+@pytest.mark.parametrize("option", [("--solver", "picard"), ("--guard",)])
+def test_pictures_by_another_solver_are_refused(masks, run_main, option):
+    code, _, error = run_main("evaluate", masks, "--pictures", 2, *option)
+    assert code == 2
+    words = f"{option[0]} cannot be used here: pictures are of the model with its own solver"
+    assert words in one_line(error)
+
+
 def test_pictures_need_matplotlib(classes, run_main, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("equipoise.plots")]:
         monkeypatch.delitem(sys.modules, name)

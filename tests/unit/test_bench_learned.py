@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.training import learned_solvers
 from benchmarks.training.learned_solvers import CASES, COLUMNS, MODELS, RECIPES, Bench, Case, main, row
-from equipoise.train.hyper_study import REPORT
+from equipoise.train.hyper_report import REPORT
 from equipoise.train.load import read_config
 from equipoise.train.recipe import Recipe
 from tests.cli.program import COPY, train

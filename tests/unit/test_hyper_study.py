@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -14,7 +15,7 @@ import equipoise as eq
 from equipoise import Stop
 from equipoise.solvers import fingerprint, load_solver
 from equipoise.tasks.hyper import FitSettings, HyperRecipe, Networks, NotFittedError
-from equipoise.train import hyper_study, scoring
+from equipoise.train import hyper_report, hyper_study, scoring
 from equipoise.train import pareto as pareto_module
 from equipoise.train.checkpoint import CheckpointError
 from equipoise.train.config import load_config
@@ -56,7 +57,7 @@ def studied(trained, tmp_path_factory):
 
 @pytest.fixture
 def not_drawn(monkeypatch):
-    monkeypatch.setattr(hyper_study, "_draw", lambda *_: [])
+    monkeypatch.setattr(hyper_report, "_draw", lambda *_: [])
 
 
 # The whole
@@ -83,7 +84,7 @@ def test_what_is_no_report_is_not_written_into(studied, tmp_path, not_drawn):
 def test_what_is_no_part_of_a_report_goes_and_what_suits_no_recipe_is_left_out(studied, tmp_path):
     run, out = (shutil.copytree(studied[place], tmp_path / name) for place, name in ((0, "run"), (1, "report")))
     there = json.loads((out / "report.json").read_text())
-    (out / "report.json").write_text(json.dumps({**there, "run": str(run)}))
+    (out / "report.json").write_text(json.dumps({**there, "run": str(run), "complete": False}))
     assert (out / "ablations.png").is_file()
     nowhere = HyperRecipe(Networks(**SIZES), dataclasses.replace(QUICK, accept=1e-30))
     record = study_run(run, {"full": CHOSEN["full"], "nowhere": nowhere}, out, seeds=1, measuring=MEASURING)
@@ -93,6 +94,78 @@ def test_what_is_no_part_of_a_report_goes_and_what_suits_no_recipe_is_left_out(s
     assert not list(out.glob("ablations.*"))
     assert [path.name for path in (out / "fits").iterdir()] == ["full-0.jsonl"]
     assert (out / "pareto.json").is_file()
+
+
+def test_a_complete_report_that_was_made_otherwise_is_put_aside(trained, tmp_path, not_drawn, monkeypatch):
+    run, out, said = shutil.copytree(trained, tmp_path / "run"), tmp_path / "report", []
+    options = {"seeds": 1, "measuring": MEASURING, "say": said.append}
+    few = dataclasses.replace(MEASURING, budgets=(2, 4))
+
+    def aside():
+        return sorted(path.name for path in tmp_path.glob("report-*"))
+
+    study_run(run, {"full": CHOSEN["full"]}, out, **options)
+    os.utime(out / "report.json", (0, 0))
+    first = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    with monkeypatch.context() as change:
+        change.chdir(out)
+        with pytest.raises(FileExistsError, match="cannot be put aside, being the working folder"):
+            study_run(run, {"full": CHOSEN["full"]}, ".", **options | {"measuring": few})
+    study_run(run, {"full": CHOSEN["full"]}, out, **options)  # the same command measures again
+    assert aside() == []
+    os.utime(out / "report.json", (0, 0))
+    again = {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert again.keys() == first.keys()
+    study_run(run, {"full": CHOSEN["full"]}, out, **options | {"measuring": few})
+    assert aside() == ["report-19700101T000000Z"]
+    older = tmp_path / "report-19700101T000000Z"
+    assert {path.relative_to(older): path.read_bytes() for path in older.rglob("*") if path.is_file()} == again
+    assert f"the report that was made otherwise stays in {older}" in said
+    both = {name: CHOSEN[name] for name in ("full", "softmax")}
+    for recipes, changed in (
+        (both, {"measuring": few}),
+        (dict(reversed(both.items())), {"measuring": few}),  # another one is timed
+        (both, {"measuring": few, "beside": [trained.parent / "run"]}),
+    ):
+        before = len(aside())
+        record = study_run(run, recipes, out, **options | changed)
+        assert len(aside()) == before + 1
+        assert record["reported"] == next(iter(recipes))
+    kept = json.loads((out / "report.json").read_text())
+    (out / "report.json").write_text(json.dumps({**kept, "complete": False}))
+    before = aside()
+    study_run(run, {"full": CHOSEN["full"]}, out, **options)
+    assert aside() == before
+
+
+def test_residuals_go_as_far_as_those_of_the_recipe_that_is_reported(studied, tmp_path):
+    """Also where the first one that was given is left out."""
+    run, said = shutil.copytree(studied[0], tmp_path / "run"), []
+    nowhere = HyperRecipe(Networks(**SIZES), dataclasses.replace(QUICK, accept=1e-30, unroll=7))
+    recipes = {"nowhere": nowhere, "short": HyperRecipe(Networks(**SIZES), dataclasses.replace(QUICK, unroll=2))}
+    out = tmp_path / "out"
+    record = study_run(run, recipes, out, seeds=1, measuring=MEASURING, say=said.append)
+    assert (record["reported"], record["unroll"]) == ("short", 2)
+    (curve,) = record["variants"]["short"]["curves"]
+    assert len(curve["residual"]["mean"]) == hyper_study.FAR * 2 + 1
+    assert len(record["classic"]["anderson"]["residual"]["mean"]) == hyper_study.FAR * 2 + 1
+    # It is named wherever it is shown, and what is measured is told.
+    text = (out / "README.md").read_text(encoding="utf-8")
+    for words in (
+        "timed and followed is `short`; seeds",
+        "Times that the learned solver (`short`) is faster than Anderson at the",
+        "|  | learned (`short`) | base |",
+        "| step | learned (`short`) | Anderson |",
+    ):
+        assert words in text
+    assert json.loads((out / "pareto.json").read_text())["recipe"] == "short"
+    assert "learned (short)" in (out / "pareto.svg").read_text(encoding="utf-8")
+    assert "learned (short)" in (out / "beyond.csv").read_text(encoding="utf-8")
+    assert "metric against time, short" in said
+    after = [line for line in said if line.startswith("after ")]
+    assert [line.split(":")[0] for line in after] == ["after 4 steps", "after 1 step", "after 2 steps"]
+    assert [line[-8:] for line in after] == ["(1 of 3)", "(2 of 3)", "(3 of 3)"]
+    assert all(" anderson " in line and ", hyper " in line for line in after)
 
 
 def test_metrics_of_other_classic_solvers_are_for_comparisons_of_variants(trained, tmp_path, not_drawn):
@@ -300,7 +373,7 @@ def test_the_text_is_never_ahead_of_its_figures(studied, tmp_path, monkeypatch):
     """Wherever the work is ended: the text says whether figures may lack what the numbers have."""
     run, out = shutil.copytree(studied[0], tmp_path / "run"), tmp_path / "out"
     note, drawn, seen = "Figures were drawn before the newest numbers", [], []
-    write = hyper_study.write_json
+    write = hyper_report.write_json
 
     def written(path, values):
         write(path, values)
@@ -312,8 +385,8 @@ def test_the_text_is_never_ahead_of_its_figures(studied, tmp_path, monkeypatch):
         drawn.append(json.loads((folder / "pareto.json").read_text())["missing"])
         return ["pareto"]
 
-    monkeypatch.setattr(hyper_study, "write_json", written)
-    monkeypatch.setattr(hyper_study, "_draw", draw)
+    monkeypatch.setattr(hyper_report, "write_json", written)
+    monkeypatch.setattr(hyper_report, "_draw", draw)
     study_run(run, {"full": CHOSEN["full"]}, out, seeds=1, measuring=MEASURING)
     assert drawn[0] == [1, 2]
     assert drawn[-1] == []
@@ -379,7 +452,7 @@ def test_without_matplotlib_there_are_no_figures(studied, tmp_path, monkeypatch)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     said = []
-    assert hyper_study._draw(tmp_path, studied[2], said.append) == []
+    assert hyper_report._draw(tmp_path, studied[2], said.append) == []
     assert "equipoise[plots]" in said[0]
 
 
@@ -516,6 +589,16 @@ def test_the_excess_of_the_loss():
     assert rows[0]["residual_area"]["mean"] == pytest.approx(-1.5)
 
 
+def test_a_metric_that_is_no_number_has_an_empty_cell():
+    """That of a variant after a step, which is in the table all the same."""
+    lost = curve(9.0, 3.0, 2.5)
+    lost["points"][2]["metric"] = math.nan
+    record = text_record(full=[curve(5.0, 1.5, 1.0)], lost=[lost])
+    text = markdown(concluded(record, timed(("anderson", 2.0), ("hyper", 1.0)), None, {}), [])
+    assert "| solver | excess loss | log10 residual | ppl at 1 | ppl at 2 | published |" in text
+    assert "| lost | 1.75 | -1.5 | 6 | – | lost |" in text
+
+
 def test_orderings():
     record = record_of(
         full=[curve(5.0, 1.5, 1.0), curve(5.0, 1.7, 1.0)],
@@ -588,19 +671,48 @@ def test_times_that_do_not_grow_say_nothing_of_a_step():
     assert found["ms_per_step"] == {"anderson": None, "hyper": None}
 
 
+def text_record(**variants):
+    """With all that the text needs."""
+    record = record_of(**variants)
+    for variant in record["variants"].values():
+        variant["fits"] = [FIT] * len(variant["curves"])
+    facts = {"command": "", "checkpoint": "c", "model": "m", "split": "valid", "metric": "ppl", "at": 2, "skipped": {}}
+    return {**record, **facts, "environment": {"devices": ["cpu"], "packages": {"torch": "2"}}}
+
+
+@pytest.mark.parametrize(
+    ("bound", "words"),
+    [
+        (None, "**1.50** (over Anderson's time for all of them: 2.50); by seed 1.50. No worse"),
+        (
+            "at least",
+            "**at least 1.50** (over Anderson's time for all of them: at least 2.50); by seed at least 1.50. `full` "
+            "has it after the fewest steps that were measured: give fewer steps (`--at`). No worse",
+        ),
+        (
+            "at most",
+            "**at most 1.50** (over Anderson's time for all of them: 2.50); by seed at most 1.50. Anderson has it",
+        ),
+        (
+            "unknown",
+            "**not known** (over Anderson's time for all of them: at least 2.50); by seed not known. Both have it",
+        ),
+    ],
+)
+def test_the_text_says_bounds_and_doubts(bound, words):
+    record = text_record(full=[curve(5.0, 1.5, 1.0)])
+    times = timed(("anderson", 2.0), ("hyper", 1.0))
+    times["speedup"]["hyper"] |= {"values": [1.5], "mean": 1.5, "bound": bound}
+    text = markdown(concluded(record, times, None, {}), [])
+    assert words in text
+    assert "machine" not in text
+    noise = "times vary by 90 % from call to call (hyper after 1 step): other work probably ran on this machine"
+    text = markdown(concluded(record, {**times, "noise": noise}, None, {}), [])
+    assert f"\n\nT{noise[1:]}.\n\n## Overhead" in text
+
+
 def test_the_text():
-    record = record_of(full=[curve(5.0, 1.5, 1.0, residuals=(1.0, 0.2, 0.001))] * 2)
-    record["variants"]["full"]["fits"] = [FIT, FIT]
-    record |= {
-        "command": "",
-        "checkpoint": "c",
-        "model": "m",
-        "split": "valid",
-        "metric": "ppl",
-        "at": 2,
-        "skipped": {},
-    }
-    record["environment"] = {"devices": ["cpu"], "packages": {"torch": "2"}}
+    record = text_record(full=[curve(5.0, 1.5, 1.0, residuals=(1.0, 0.2, 0.001))] * 2)
     text = markdown(concluded(record, timed(("anderson", 2.0), ("hyper", 1.0)), None, {}), ["pareto"])
     assert (
         "**not reached by all seeds** (over Anderson's time for all of them: 2.50); by seed 1.50, not reached" in text

@@ -22,6 +22,7 @@ from equipoise.train.pareto_curves import (
     curves,
     mean_curve,
     most_behind,
+    noise,
     speedups,
     steps_ahead,
     time_to_reach,
@@ -212,6 +213,10 @@ def test_the_iterate_after_exactly_so_many_evaluations_is_scored():
         ({"better": "larger"}, "unknown kind of metric"),
         ({"reference": "andersen"}, "did you mean 'anderson'"),
         ({"at": 4}, "at=4 is not among the budgets 1, 3, 6"),
+        (
+            {"others": {"anderson": nn.Linear(6, 6)}},
+            "a run beside it is called 'anderson', as a solver that is measured",
+        ),
     ],
 )
 def test_wrong_options(options, words):
@@ -359,6 +364,50 @@ def test_speedups_at_an_equal_metric(sign):
     assert ahead_in_time(record) == {"hyper": [1, 2, 3], "picard": [1, 2]}
 
 
+@pytest.mark.parametrize(
+    ("first", "fast", "slow", "bound"),
+    [
+        (3, (4.0, 3.0, 1.0), (9.0, 4.0, 2.0), None),
+        (3, (2.0, 1.5, 1.0), (9.0, 4.0, 2.0), "at least"),
+        (3, (4.0, 3.0, 1.0), (2.005, 2.0, 2.0), "at most"),
+        (3, (2.0, 1.5, 1.0), (2.005, 2.0, 2.0), "unknown"),
+        (1, (2.0, 1.5, 1.0), (2.005, 2.0, 2.0), None),  # there is nothing before the first step
+    ],
+)
+def test_a_metric_that_is_there_at_once_bounds_the_speed_up(first, fast, slow, bound):
+    def points(name, metrics, seed=0):
+        return [
+            {"solver": name, "seed": seed, "steps": first + k, "ms": float(k + 1), "metric": metric}
+            for k, metric in enumerate(metrics)
+        ]
+
+    own = [*points("anderson", slow), *points("hyper", fast), *points("hyper", (9.0, 4.0, 1.0), seed=1)]
+    record = {"points": own, "better": "lower", "reference": "anderson", "at": first + 2}
+    found = speedups(record)
+    assert (found["hyper"]["bound"], found["anderson"]["bound"]) == (bound, None)
+    assert found["hyper"]["mean"] is not None
+
+
+def test_times_that_are_not_of_the_solvers_alone_are_told():
+    def points(*times, name="anderson", low=0.9, high=1.1):
+        return [
+            {"solver": name, "seed": 0, "steps": k, "ms": ms, "metric": 1.0, "ms_low": low * ms, "ms_high": high * ms}
+            for k, ms in enumerate(times, start=1)
+        ]
+
+    steady = points(1.0, 2.0, 1.98, 4.0)
+    assert noise({"points": steady}) is None
+    assert noise({"points": [{**point, "ms_low": 0.0} for point in steady]}) is None
+    falling = [*steady, *points(1.0, 3.0, 2.5, 2.4, name="hyper")]
+    assert noise({"points": falling}) == (
+        "times fall by 20 % with more steps (hyper, after 2 and 4 steps): other work probably ran on this machine"
+    )
+    beside = {**points(1.0, low=0.5, high=1.0)[0], "solver": "16 layers", "steps": None}
+    assert noise({"points": [*falling, beside]}).startswith(
+        "times vary by 100 % from call to call (16 layers) and fall by 20 % with more steps"
+    )
+
+
 def test_what_the_reference_has_in_the_same_time():
     slow = curve((2.0, 8.0), (4.0, 4.0), (6.0, math.nan), (8.0, 3.0), solver="anderson", seed=0)
     quick = curve((1.0, 99.0), (3.0, 6.0), (3.5, 5.5), (5.0, 4.0), (9.0, 3.5), solver="hyper", seed=0)
@@ -428,6 +477,8 @@ def test_the_figure(tmp_path):
     assert pytest.approx([7900.0, 300.0, 100.0]) in lacking
     assert lacking.count(pytest.approx([300.0, 100.0, 0.01])) == 3  # the best itself at the lower end
     assert [0.5, 0.5] in lacking  # what counts as equal
+    assert "0.5 % worse: counts as equal" in [text.get_text() for text in chart.figure.legends[0].get_texts()]
+    assert below.get_ylabel() == "% worse than the best,\n0.01 or less at the bottom"
     assert [file.name for file in draw("pareto", [run], tmp_path)] == ["pareto.png", "pareto.svg", "pareto.csv"]
 
 
@@ -456,6 +507,30 @@ def test_all_of_a_title_fits_into_the_figure(tmp_path):
     }
     assert title.get_window_extent().x1 <= figure.bbox.x1
     assert figure.axes[0].get_window_extent().height > 1.9 * figure.dpi
+
+
+def test_a_speed_up_that_is_bounded_has_it_in_the_title(tmp_path):
+    slow = curve((1.0, 80.0), (2.0, 4.0), (3.0, 2.0), solver="anderson", seed=0)
+    quick = curve((0.5, 1.0), (1.0, 1.0), (1.5, 1.0), solver="hyper", seed=0)
+    later = [{**point, "steps": point["steps"] + 3} for point in (*slow, *quick)]
+    title = charted(tmp_path / "late", later, at=6).figure.axes[0].get_title(loc="left")
+    assert "learned at least 5.99× (over its 6 steps at least\n6.00×)" in title
+    both = [{**point, "metric": 2.0} for point in later]
+    title = charted(tmp_path / "both", both, at=6).figure.axes[0].get_title(loc="left")
+    assert "learned not known (over its 6 steps at least 6.00×)" in title
+
+
+def test_learned_solvers_of_reports_are_called_by_their_recipe(tmp_path):
+    points = curve((1.0, 4.0), (2.0, 2.0), (3.0, 2.0), solver="anderson", seed=0)
+    points += curve((0.5, 4.0), (1.0, 2.0), (1.5, 1.0), solver="hyper", seed=0)
+    chart = charted(tmp_path / "one", points, recipe="quick")
+    assert named_in(chart)[:2] == ["anderson", "learned (quick)"]
+    assert "learned (quick) 2.00×" in chart.figure.axes[0].get_title(loc="left")
+    charted(tmp_path / "other", points, recipe="full")
+    both = make_chart("pareto", [tmp_path / "one", tmp_path / "other"])
+    assert named_in(both)[:2] == ["anderson", "learned"]
+    titles = [axes.get_title(loc="left") for axes in both.figure.axes[::2]]
+    assert ["learned (quick)" in titles[0], "learned (full)" in titles[1]] == [True, True]
 
 
 def test_metrics_too_large_for_axes_are_not_drawn(tmp_path):

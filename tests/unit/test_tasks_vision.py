@@ -606,6 +606,15 @@ def test_the_chart_of_classes_has_the_newest_test_scores_or_the_last_validation(
     (segmented / "eval" / "test-1.json").write_text(json.dumps({"results": [{"miou": 0.5, "iou_sky": 0.5}]}))
     (segmented / "eval" / "test-2.json").write_text(json.dumps({"results": [{"miou": 0.25, "iou_sky": 0.25}]}))
     assert make_chart("iou", [segmented]).rows[1] == ("run", "test", "sky", 0.25)
+    others = [{"own_solver": False}, {"guard": True}, {"sweep": "solver.memory"}, {"changes": ["task.eval_flip=true"]}]
+    for number, other in enumerate(others):  # newer ones, which are not of the model as it is
+        scores = {"results": [{"miou": 0.75, "iou_sky": 0.75}], **other}
+        (segmented / "eval" / f"test-2{number}.json").write_text(json.dumps(scores))
+    assert make_chart("iou", [segmented]).rows[1] == ("run", "test", "sky", 0.25)
+    for most in (12, None):  # as it is set, else with most steps
+        budgets = [{"miou": (k or 20) / 100, "iou_sky": (k or 20) / 100, "steps": k} for k in (6, most, 3)]
+        (segmented / "eval" / "test-29.json").write_text(json.dumps({"sweep": "stop.max_steps", "results": budgets}))
+        assert make_chart("iou", [segmented]).rows[1] == ("run", "test", "sky", (most or 20) / 100)
     (segmented / "eval" / "test-3.json").write_text("{}")
     with pytest.raises(LogError, match=r"test-3\.json cannot be read"):
         make_chart("iou", [segmented])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 
 import pytest
@@ -151,6 +152,17 @@ def test_scores_on_the_card_are_of_the_model_as_it_is(long_run, tmp_path):
     budgets = score_run(long_run, split="test", sweep=Sweep.parse("stop.max_steps=2"))
     write_scores(long_run, budgets).rename(long_run / "eval" / "test-99.json")
     assert [row[0] for row in rows_of(card_of(long_run, tmp_path / "small"), "test")] == ["2"]
+
+
+@pytest.mark.parametrize("text", ["cut off", "[1]"])
+def test_scores_that_are_damaged_are_named(run, tmp_path, text):
+    run = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    (run / "eval").mkdir()
+    path = run / "eval" / "test-20990101T000000Z.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"{re.escape(str(path))} is damaged \(.*\); remove it"):
+        export(run, tmp_path / "small")
+    assert not (tmp_path / "small").exists()
 
 
 def test_scores_of_a_run_that_was_moved_stay_on_its_card(long_run, tmp_path):
