@@ -70,7 +70,7 @@ def test_a_share_of_parameters_is_warned_of_above_the_budget_that_was_set(run, b
 
 def test_going_on_with_it(run):
     first = fitted(run)
-    again = fitted(run, "--finetune", run, "--out", run / "again")
+    again = fitted(run, "--finetune", run, "--out", run / "again", "--seed", 3)
     assert again["finetuned"] == str(run)
     assert again["parameters"] == first["parameters"]
     assert again["first"]["initial"] != first["first"]["initial"]
