@@ -65,6 +65,8 @@ def train(
     part()
     record = {"step": outcome.step, "metrics": outcome.metrics, "best": outcome.best, "out": str(out)}
     record["interrupted"] = outcome.interrupted
+    if outcome.best is None and not as_json:
+        record["best"] = f"none: {outcome.no_best}"
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         show(record, as_json)
     if outcome.interrupted:

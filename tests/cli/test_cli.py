@@ -127,6 +127,32 @@ def test_a_run_is_resumed(copy_recipe, tmp_path, run_main):
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 2, 2, 4, 4]
 
 
+@pytest.mark.filterwarnings("default::equipoise.EquilibriumWarning")
+def test_a_run_that_is_no_equilibrium_says_so(copy_recipe, tmp_path, run_main):
+    settings = ("--set", "train.steps=2", "--set", "warmup.steps=3")
+    code, out, error = run_main("train", copy_recipe, "--out", tmp_path / "run", *settings)
+    assert code == 0
+    assert error == (
+        "warning: warmup.steps = 3 leaves none of train.steps = 2 for the equilibrium: what is trained is a stack of "
+        "2 layers, never a DEQ; give fewer warmup.steps, or more train.steps.\n"
+    )
+    assert "best: none: up to warmup.steps = 3 the model is a stack of layers" in out
+    assert json.loads(run_main("train", copy_recipe, "--out", tmp_path / "b", *settings, "--json")[1])["best"] is None
+
+
+def test_another_task_does_not_go_on_in_the_folder(copy_recipe, tmp_path, run_main):
+    """Losses and scores of one folder would be of two tasks."""
+    run = ("train", copy_recipe, "--out", tmp_path / "run")
+    assert run_main(*run, "--set", "task.length=10", "--set", "train.steps=2")[0] == 0
+    before = (tmp_path / "run" / "config.json").read_text()
+    code, _, error = run_main(*run, "--resume")
+    assert code == 2
+    assert "trained with task.length = 10, this recipe says 5; repeat --set task.length=10, or" in one_line(error)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+    code, _, error = run_main(*run, "--resume", "--set", "task.length=10")
+    assert (code, error) == (0, "going on with train.steps = 4 instead of 2\n")
+
+
 def test_a_signal_ends_with_130_after_saving(copy_recipe, tmp_path, run_main, monkeypatch):
     step = CopyMemoryTask.training_step
 
