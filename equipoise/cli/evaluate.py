@@ -138,7 +138,7 @@ def _show_scores(record: dict[str, Any]) -> None:
 
 def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bool, **options: Any) -> None:
     from equipoise.solvers._hyper_file import check_solver
-    from equipoise.train.pareto import pareto_run
+    from equipoise.train.pareto import FILE, pareto_run
 
     names = ["anderson", f"hyper:{run}"] if solvers is None else [name.strip() for name in solvers.split(",")]
     if not all(names):
@@ -149,7 +149,13 @@ def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bo
         check_solver(name)
     if not as_json:
         options["say"] = partial(typer.echo, err=True)
-    measured = pareto_run(run, names, steps or range(1, 13), **options)
+    file = run / FILE
+    before = file.stat().st_mtime_ns if file.exists() else None
+    try:
+        measured = pareto_run(run, names, steps or range(1, 13), **options)
+    except KeyboardInterrupt as error:
+        written = file.exists() and file.stat().st_mtime_ns != before
+        raise KeyboardInterrupt(f"{file} has what was measured" if written else "nothing was measured") from error
     show(measured, True) if as_json else _show_pareto(measured)
 
 

@@ -362,6 +362,49 @@ def test_a_package_that_a_model_needs_is_named(copy_recipe, tmp_path, run_main, 
     assert "'resnet50' needs timm, which is not installed: pip install timm" in one_line(error)
 
 
+def test_ctrl_c_says_what_is_kept(copy_run, copy_recipe, tmp_path, run_main, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    run = shutil.copytree(copy_run, tmp_path / "run")
+    work = ("train.evaluate.score_run", "train.inspection.inspect_run", "generate.sample_texts")
+    for name in (*work, "tasks.CopyMemoryTask.training_step"):
+        monkeypatch.setattr(f"equipoise.{name}", interrupted)
+    cases = {
+        ("evaluate", run): "interrupted: no scores were written\n",
+        ("inspect", run): "interrupted: nothing was written\n",
+        ("generate", run): "interrupted\n",
+        ("train", copy_recipe, "--out", tmp_path / "new"): "interrupted: no checkpoint was written\n",
+        ("train", copy_recipe, "--out", run, "--resume", "--set", "train.steps=6"): (
+            "going on with train.steps = 6 instead of 4\ninterrupted: --resume goes on from the newest checkpoint\n"
+        ),
+    }
+    for arguments, said in cases.items():
+        code, _, error = run_main(*arguments)
+        assert (code, error) == (130, said), arguments
+
+
+def test_ctrl_c_keeps_what_was_measured(copy_run, tmp_path, run_main, monkeypatch):
+    from equipoise.train.pareto import FILE, write_json
+
+    calls, run = [], shutil.copytree(copy_run, tmp_path / "run")
+
+    def interrupted(path, record):
+        if len(calls) % 2:
+            raise KeyboardInterrupt
+        calls.append(path)
+        write_json(path, record)
+
+    monkeypatch.setattr("equipoise.train.pareto.write_json", interrupted)
+    command = ("evaluate", run, "--pareto", "--solver", "anderson,picard", "--steps", 1, "--steps", 2)
+    code, _, error = run_main(*command)
+    assert code == 130
+    assert error.endswith(f"interrupted: {run / FILE} has what was measured\n")
+    code, _, error = run_main(*command)  # the file is an older one now
+    assert code == 130
+    assert error.endswith("interrupted: nothing was measured\n")
+
+
 def test_ctrl_c_ends_with_130(copy_run, run_main, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
