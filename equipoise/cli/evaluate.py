@@ -145,7 +145,7 @@ def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bo
         raise ValueError(
             f"--solver {solvers!r} has an empty name; give names with commas between: anderson,hyper:{run}."
         )
-    for name in names:  # before data and model are read
+    for name in names if solvers is not None else ():  # before data and model are read
         check_solver(name)
     if not as_json:
         options["say"] = partial(typer.echo, err=True)

@@ -100,7 +100,7 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
 
 
 def test_a_learned_solver_is_named_as_it_was_given(copy_run, tmp_path):
-    run = shutil.copytree(copy_run, tmp_path / "run")
+    run = shutil.copytree(copy_run, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
     model = load(run)
     with solutions_of(model) as solutions:
         model(torch.zeros(2, 25, dtype=torch.long))
