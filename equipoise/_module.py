@@ -170,7 +170,12 @@ class DEQ(nn.Module):
         def run(*inputs: Any, z0: Tree, context: Tree) -> Solution:
             start = self.start(*inputs) if z0 is None else z0
             problem = self.problem(*inputs, z0=start, context=context)
-            return solve(problem, start, plan.solver, plan.adjoint, plan.stop, trace=trace, collect=collect)
+            try:
+                return solve(problem, start, plan.solver, plan.adjoint, plan.stop, trace=trace, collect=collect)
+            except Exception as error:
+                if problem.nfe == 1 and z0 is None and self._start_maker is None:
+                    error.add_note(_of_start(start))
+                raise
 
         return gathered(self.cell, run, inputs, {"z0": z0, "context": context})
 
@@ -189,9 +194,14 @@ class DEQ(nn.Module):
         cell = plain if self._compiled is None else whole(self.cell, self._compiled)
         return Problem(cell, spec, inputs, in_dims=self.in_dims, context=context, plain=plain)
 
+    @property
+    def _start_maker(self) -> Callable[..., Tree] | None:
+        """What makes the start of a solve; None for zeros like the first input."""
+        return self.initial_state or getattr(self.cell, "initial_state", None)
+
     def start(self, *inputs: Any) -> Tree:
         """The state a solve begins from."""
-        make = self.initial_state or getattr(self.cell, "initial_state", None)
+        make = self._start_maker
         if make is not None:
             return whole(self.cell, make)(*inputs)
         if not inputs or not tree_tensors(inputs[0]):
@@ -232,6 +242,15 @@ class DEQ(nn.Module):
         evaluation = f", eval_plan={self.eval_plan}" if self.eval_plan else ""
         engine = "" if self.engine == "auto" else f", engine={self.engine!r}"
         return f"solver={self.plan.solver}, adjoint={self.plan.adjoint}, stop={self.plan.stop}{evaluation}{engine}"
+
+
+def _of_start(start: Tree) -> str:
+    """On an error of the first evaluation, for who did not think of a start."""
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tree_tensors(start))
+    return (
+        f"DEQ: the solve starts from zeros like the first input, of shape {shapes}; give the cell an "
+        "initial_state(*inputs), or DEQ(initial_state=...), if its state has another shape."
+    )
 
 
 def _uncompiled(deq: DEQ, inputs: tuple[Any, ...], options: dict[str, Any]) -> Solution:

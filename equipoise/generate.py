@@ -1,6 +1,7 @@
 """Sampling text from a trained language model, token by token."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -12,11 +13,12 @@ from torch import Tensor, nn
 
 from equipoise._errors import require_count, require_number
 from equipoise._module import override
-from equipoise.data.vocabulary import Vocabulary, vocabulary_from_state
+from equipoise.data.vocabulary import UNKNOWN, Vocabulary, vocabulary_from_state
 from equipoise.tasks.language_model import VOCABULARY
 from equipoise.train.load import autocast_of, find_checkpoint, home_of, load, read_config, require_equilibrium
 from equipoise.train.schedule import keyed_uniform
 
+_SHOWN = 8  # words of a prompt that a warning names
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
 
 
@@ -173,6 +175,7 @@ def sample_texts(
     # Sought before anything is shown.
     by = _solving(model, folder, solver, force=force, guard=guard)
     given = vocabulary.encode(prompt).tolist()
+    _warn_of_strange(vocabulary, prompt)
     texts = [_Transcript(vocabulary, given, stop) for _ in range(samples)]
     yield tuple(text.shown for text in texts)
     start = torch.tensor([given or [vocabulary.eos]], device=device).expand(samples, -1)
@@ -187,6 +190,23 @@ def sample_texts(
     rest = tuple(text.finish() for text in texts)
     if any(rest):
         yield rest
+
+
+def _warn_of_strange(vocabulary: Vocabulary, prompt: str) -> None:
+    """Say what of the prompt the model cannot read."""
+    strange, total = vocabulary.strange(prompt)
+    if not strange:
+        return
+    lower = dict.fromkeys(token.lower() for token in strange)
+    known = [token for token in lower if not vocabulary.strange(token)[0]]
+    hint = f"; in lower case it has {', '.join(known[:_SHOWN])}" if known else ""
+    listed = list(dict.fromkeys(strange))
+    more = ", ..." if len(listed) > _SHOWN else ""
+    warnings.warn(
+        f"{len(strange)} of {total} {vocabulary.kind}s of the prompt are not in the vocabulary, and are read as "
+        f"{UNKNOWN}: {', '.join(listed[:_SHOWN])}{more}{hint}.",
+        stacklevel=3,
+    )
 
 
 def sample_text(

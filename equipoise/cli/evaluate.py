@@ -10,6 +10,7 @@ from equipoise.cli.options import AsJson, DataDir, Force, Guard, RunFolder, Spli
 from equipoise.cli.output import plots_or_exit, show, table, warn
 
 IOU = "iou_"
+LEARNED = "hyper:"
 
 Solvers = Annotated[
     str | None,
@@ -110,7 +111,8 @@ def evaluate(
 def _show_scores(record: dict[str, Any]) -> None:
     """A line on what was scored, and a row per result."""
     results, sweep = record["results"], record["sweep"]
-    solver = f", solver {record['solver']}" if record["solver"] else ""
+    learned = f" ({record['asked']})" if (record["asked"] or "").startswith(LEARNED) else ""
+    solver = f", solver {record['solver']}{learned}" if record["solver"] else ""
     key = "steps" if sweep in (None, "stop.max_steps") else sweep
     left_out = {"steps", "solve", "seconds", key}
     metrics = [name for name in results[0] if name not in left_out and not name.startswith(IOU)]
@@ -138,16 +140,25 @@ def _show_scores(record: dict[str, Any]) -> None:
 
 
 def _pareto(run: Path, solvers: str | None, steps: list[int] | None, as_json: bool, **options: Any) -> None:
-    from equipoise.train.pareto import pareto_run
+    from equipoise.solvers._hyper_file import check_solver
+    from equipoise.train.pareto import FILE, pareto_run
 
     names = ["anderson", f"hyper:{run}"] if solvers is None else [name.strip() for name in solvers.split(",")]
     if not all(names):
         raise ValueError(
             f"--solver {solvers!r} has an empty name; give names with commas between: anderson,hyper:{run}."
         )
+    for name in names if solvers is not None else ():  # before data and model are read
+        check_solver(name)
     if not as_json:
         options["say"] = partial(typer.echo, err=True)
-    measured = pareto_run(run, names, steps or range(1, 13), **options)
+    file = run / FILE
+    before = file.stat().st_mtime_ns if file.exists() else None
+    try:
+        measured = pareto_run(run, names, steps or range(1, 13), **options)
+    except KeyboardInterrupt as error:
+        written = file.exists() and file.stat().st_mtime_ns != before
+        raise KeyboardInterrupt(f"{file} has what was measured" if written else "nothing was measured") from error
     show(measured, True) if as_json else _show_pareto(measured)
     if measured["noise"]:
         warn(f"{measured['noise']}; measure again when nothing else runs.")

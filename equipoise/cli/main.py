@@ -8,6 +8,7 @@ from typing import Annotated, Any, NoReturn
 
 try:
     import typer
+    from typer.core import TyperGroup
 except ImportError:
     sys.exit("the command needs the extra [train]: pip install 'equipoise[train]'")
 
@@ -23,7 +24,30 @@ from equipoise.cli.output import show, table, warn
 from equipoise.cli.plot import plot
 from equipoise.cli.report import report
 
+_KEPT = {
+    "evaluate": "no scores were written",
+    "inspect": "nothing was written",
+    "benchmark": "nothing was written",
+    "ablate": "the same command goes on with what is not done",
+}
+
+
+class _Commands(TyperGroup):
+    """The commands; one that Ctrl-C ends says so, and what is kept where that is known."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            kept = str(error) or _KEPT.get(ctx.invoked_subcommand)
+            begin = "\n" if sys.stderr.isatty() else ""  # what stands there is ^C
+            print(f"{begin}interrupted: {kept}" if kept else f"{begin}interrupted", file=sys.stderr)
+            raise typer.Exit(130) from error
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Deep equilibrium models: train, resume, evaluate, sample, inspect.",
     epilog="\b\nA first run, with nothing downloaded:\n"
     "  equipoise train recipes/copy_memory.toml --out runs/copy --set train.steps=100\n"
@@ -57,14 +81,23 @@ def train(
 
     The folder gets config.json (settings, resolved), env.json, metrics.jsonl and checkpoints.
     """
+    from equipoise.train.checkpoint import list_checkpoints
+    from equipoise.train.load import CHECKPOINTS
     from equipoise.train.loop import train as run
     from equipoise.train.processes import part
     from equipoise.train.recipe import Recipe
 
-    outcome = run(Recipe.read(recipe, changes or ()), out, data_dir=data_dir, resume=resume)
+    try:
+        outcome = run(Recipe.read(recipe, changes or ()), out, data_dir=data_dir, resume=resume)
+    except KeyboardInterrupt as error:  # before the first step, or for the second time
+        saved = bool(list_checkpoints(out / CHECKPOINTS))
+        kept = "--resume goes on from the newest checkpoint" if saved else "no checkpoint was written"
+        raise KeyboardInterrupt(kept) from error
     part()
     record = {"step": outcome.step, "metrics": outcome.metrics, "best": outcome.best, "out": str(out)}
     record["interrupted"] = outcome.interrupted
+    if outcome.best is None and not as_json:
+        record["best"] = f"none: {outcome.no_best}"
     if os.environ.get("RANK", "0") == "0":  # of several processes one speaks
         show(record, as_json)
     if outcome.interrupted:

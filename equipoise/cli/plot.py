@@ -38,7 +38,13 @@ def plot(
     if figure != ALL and figure not in FIGURES:
         raise unknown_name("figure", figure, [*FIGURES, ALL])
     folder = out or open_runs(runs)[0].folder / "figures"
-    drawn = draw_all(runs, folder) if figure == ALL else Drawn(draw(figure, runs, folder))
+    try:
+        drawn = draw_all(runs, folder) if figure == ALL else Drawn(draw(figure, runs, folder))
+    except OSError as error:
+        if not (error.filename and Path(error.filename).is_relative_to(folder)):
+            raise
+        why = f"{error.filename} cannot be written ({error.strerror})"
+        raise type(error)(f"{why}; give another folder for the figures (--out).") from error
     if not drawn.files:
         reasons = dict.fromkeys(reason for reasons in drawn.left_out.values() for reason in reasons)
         raise ValueError(f"nothing to draw: {' '.join(reasons)}")

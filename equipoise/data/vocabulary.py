@@ -51,6 +51,10 @@ class Vocabulary(abc.ABC):
     def decode(self, ids: Tensor | Iterable[int]) -> str:
         """The text of ids."""
 
+    def strange(self, text: str) -> tuple[list[str], int]:
+        """Tokens of a text that become `<unk>`, in their order, and how many tokens were looked at."""
+        return [], 0
+
     def with_unknown(self) -> "Vocabulary":
         """This vocabulary with `<unk>` as its last token, if it needs one and has none."""
         return self
@@ -100,6 +104,14 @@ class _Table(Vocabulary):
     @property
     def unknown(self) -> int | None:
         return self.index.get(UNKNOWN)
+
+    def strange(self, text: str) -> tuple[list[str], int]:
+        tokens = self._split(text)
+        return [token for token in tokens if token not in self.index], len(tokens)
+
+    @abc.abstractmethod
+    def _split(self, text: str) -> list[str]:
+        """A text as tokens, known or not, without ends of lines."""
 
     def with_unknown(self) -> "_Table":
         if self.unknown is not None:
@@ -180,6 +192,9 @@ class WordVocabulary(_Table):
     def _lookup(self) -> dict[str, int]:
         return self.index if self.unknown is None else _Default(self.index, self.unknown)
 
+    def _split(self, text: str) -> list[str]:
+        return _splitter(self.punctuation)(text)
+
     def encode(self, text: str) -> Tensor:
         split = _splitter(self.punctuation)
         index = self._lookup
@@ -242,6 +257,9 @@ class CharacterVocabulary(_Table):
             if token != UNKNOWN:
                 lookup[ord(token)] = number
         return lookup
+
+    def _split(self, text: str) -> list[str]:
+        return [character for character in text if character != "\n"]
 
     def encode(self, text: str) -> Tensor:
         points = _code_points(text)

@@ -82,7 +82,7 @@ def _rows(run: Run, record: dict[str, Any]) -> list[tuple[Any, ...]]:
 def _read(run: Run) -> dict[str, Any]:
     path, how = run.folder / FILE, f"`equipoise ablate FILE --out {run.path}` writes it"
     if not path.is_file():
-        raise LogError(run, f"{path} is missing; {how}.")
+        raise LogError(run, f"{path} is missing; {how}.", foreign=True)
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -57,7 +57,8 @@ def case_chart(run: Run, case: str) -> Chart:
 def _logged(run: Run) -> dict[str, list[dict[str, Any]]]:
     path = run.folder / FILE
     if not path.is_file():
-        raise LogError(run, f"{path} is missing; `equipoise benchmark CASE --out {run.path}` writes it.")
+        how = f"`equipoise benchmark CASE --out {run.path}` writes it"
+        raise LogError(run, f"{path} is missing; {how}.", foreign=True)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         return {name: rows for name, rows in values.items() if name != ENVIRONMENT and rows and "values" in rows[0]}

@@ -19,11 +19,12 @@ class LogError(ValueError):
     Args:
         run: Whose log it is.
         message: What is missing, and the command that writes it.
+        foreign: Whether that is nothing a run has: ablations and benchmarks have folders of their own.
     """
 
-    def __init__(self, run: "Run", message: str) -> None:
+    def __init__(self, run: "Run", message: str, *, foreign: bool = False) -> None:
         super().__init__(message)
-        self.run = run
+        self.run, self.foreign = run, foreign
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Drawn:
 
     Attributes:
         files: Written, in order.
-        left_out: For each figure, why it, or a run in it, is missing.
+        left_out: For each figure of runs, why it, or a run in it, is missing.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -122,7 +122,8 @@ def draw_all(runs: Iterable[str | Path], out: str | Path) -> Drawn:
                 chart = function(usable)
             except LogError as error:
                 usable.remove(error.run)
-                drawn.left_out.setdefault(name, []).append(str(error))
+                if not error.foreign:
+                    drawn.left_out.setdefault(name, []).append(str(error))
             else:
                 drawn.files += save(chart, name, out)
                 break

@@ -120,8 +120,9 @@ class Page:
         try:
             partial.write_text(self.html(), encoding="utf-8")
             os.replace(partial, path)
-        finally:
+        except OSError as error:  # of the file that was asked for, not of the one beside it
             partial.unlink(missing_ok=True)
+            raise OSError(error.errno, error.strerror, str(path)) from error
         return path
 
 

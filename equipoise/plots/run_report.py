@@ -1,6 +1,7 @@
 """A run on one page: what was trained, its scores, and every figure there are logs for."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,13 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
     for path in written_scores(opened.folder)[:_SCORES]:
         _scores(page, opened, path)
     _figures(page, opened)
-    return page.write(opened.folder / REPORT if out is None else out)
+    path = opened.folder / REPORT if out is None else Path(out)
+    if path.is_dir():
+        raise IsADirectoryError(f"the report is a file, and {path} is a folder; give a file, e.g. {path / REPORT}.")
+    try:
+        return page.write(path)
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written ({error.strerror}); give another file (--out).") from error
 
 
 def _facts(page: Page, run: Run) -> None:
@@ -59,7 +66,9 @@ def _scores(page: Page, run: Run, path: Path) -> None:
     if not results:
         return
     key = "steps" if record.get("sweep") in (None, "stop.max_steps") else record["sweep"]
-    page.heading(f"Scores: {record['split']}, {path.stem.partition('-')[2]}")
+    page.heading(f"Scores: {record['split']}, {_when(path)}")
+    if said := _how(record):
+        page.text(said)
     columns = ["", *(f"{key} {result[key]}" if result.get(key) is not None else "own stop rule" for result in results)]
     solves = {f"solve: {name}": name for name in ("residual_p50", "residual_p95", "nfe", "failures")}
     names = [name for name in results[0] if name not in ("steps", "solve", "seconds", key)]
@@ -75,6 +84,27 @@ def _scores(page: Page, run: Run, path: Path) -> None:
         page.note(f"Warning: {text}")
 
 
+def _when(path: Path) -> str:
+    """The time in the name of a file of scores."""
+    stamp = path.stem.partition("-")[2]
+    try:
+        return f"{datetime.strptime(stamp[:16], '%Y%m%dT%H%M%SZ'):%Y-%m-%d %H:%M:%S} UTC"
+    except ValueError:  # a name that somebody gave
+        return stamp
+
+
+def _how(record: dict[str, Any]) -> str:
+    """The checkpoint, the solver and the settings of scores."""
+    parts = [f"checkpoint `{Path(record['checkpoint']).name}`"] if record.get("checkpoint") else []
+    if record.get("solver"):
+        asked = record.get("asked") or ""
+        learned = f" (`{asked}`)" if asked.startswith("hyper:") else ""
+        parts.append(f"solver {record['solver']}{learned}{' with a guard' if record.get('guard') else ''}")
+    if record.get("changes"):
+        parts.append(" ".join(f"`--set {change}`" for change in record["changes"]))
+    return f"By {', '.join(parts)}." if parts else ""
+
+
 def _figures(page: Page, run: Run) -> None:
     charts: dict[str, Chart] = {}
     missing: dict[str, list[str]] = {}
@@ -82,6 +112,8 @@ def _figures(page: Page, run: Run) -> None:
         try:
             charts[name] = function([run])
         except LogError as error:
+            if error.foreign:
+                continue
             missing.setdefault(str(error), []).append(name)
     if charts:
         page.heading("Figures")

@@ -86,7 +86,7 @@ def load_solver(
     """
     from safetensors import SafetensorError, safe_open
 
-    path = _file(Path(str(path).removeprefix(PREFIX)))
+    path = _file(path)
     try:
         with safe_open(path, framework="pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -135,15 +135,20 @@ def solver_notes(path: str | Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(_file(Path(str(path).removeprefix(PREFIX))), framework="pt") as file:
+        with safe_open(_file(path), framework="pt") as file:
             notes = json.loads((file.metadata() or {}).get("notes", "{}"))
     except (SafetensorError, ValueError):
         return {}
     return notes if isinstance(notes, dict) else {}
 
 
-def _file(path: Path) -> Path:
+def _file(given: str | Path) -> Path:
     """The file that a path means."""
+    if str(given).strip() == PREFIX:  # else it would be sought in the working folder
+        raise ValueError(
+            f"there is no path after {PREFIX}; give the file or the folder of a run, e.g. {PREFIX}runs/ptb."
+        )
+    path = Path(str(given).removeprefix(PREFIX))
     tried = [path] if not path.is_dir() else [path / FILE, path / "hyper" / FILE]
     for candidate in tried:
         if candidate.is_file():
@@ -163,8 +168,13 @@ def named_solver(name: str, model: nn.Module | None = None, *, force: bool = Fal
         model: What a learned one is to solve for.
         force: See `load_solver`.
     """
+    check_solver(name)
+    return load_solver(name, model, force=force) if name.startswith(PREFIX) else as_solver(name)
+
+
+def check_solver(name: str) -> None:
+    """Raise unless `named_solver` knows a name, or finds a file by it; nothing is read."""
     if name.startswith(PREFIX):
-        return load_solver(name.removeprefix(PREFIX), model, force=force)
-    if name not in SOLVERS:
+        _file(name)
+    elif name not in SOLVERS:
         raise ValueError(f"{unknown_name('solver', name, SOLVERS)} {PREFIX}PATH is a learned one.")
-    return as_solver(name)

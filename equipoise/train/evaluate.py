@@ -11,9 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from equipoise._errors import unknown_name
+from equipoise._errors import require_count, unknown_name
 from equipoise._module import Plan, deqs_in, override
 from equipoise.solvers import Anderson, Ladder, Solver, named_solver
+from equipoise.solvers._hyper_file import check_solver
 from equipoise.train.load import TrainedRun, open_run, require_equilibrium
 from equipoise.train.loop import evaluate
 from equipoise.train.tracking import StatsWindow, environment, write_json
@@ -43,6 +44,9 @@ class Sweep:
             raise unknown_name("part of a sweep", self.part, PARTS)
         if not self.values:
             raise ValueError(f"sweep: {self.key} has no values.")
+        if self.key == BUDGET:
+            for value in self.values:
+                require_count("sweep", BUDGET, value)
 
     @classmethod
     def parse(cls, text: str) -> "Sweep":
@@ -83,8 +87,10 @@ def _values(text: str, whole: str) -> Iterator[int | float]:
             raise ValueError(
                 f"sweep {whole!r}: {item!r} is neither a number nor a range; write 5, 1:20, 1:20:3 or 2,5,10."
             ) from error
-        if len(bounds) > 3 or step < 1 or last < first:
+        if len(bounds) > 3 or step < 1:
             raise ValueError(f"sweep {whole!r}: {item!r} is not a range first:last or first:last:step with step > 0.")
+        if last < first:
+            raise ValueError(f"sweep {whole!r}: {item!r} ends before it begins; write {last}:{first}.")
         yield from range(first, last + 1, step)
 
 
@@ -125,14 +131,16 @@ def score_run(
         opened: The run, if it has been loaded already.
 
     Returns:
-        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver` and whether it is the model's own,
-        `own_solver`, `guard`, `sweep`, `changes`), `results` with for each point the metrics, the residuals and
-        evaluations (`solve`) and `seconds`, `warnings`, and the environment.
+        A record: what was scored (`run`, `checkpoint`, `split`, `metric`, `solver`, the name by which it was `asked`
+        for and whether it is the model's own, `own_solver`, `guard`, `sweep`, `changes`), `results` with for each point
+        the metrics, the residuals and evaluations (`solve`) and `seconds`, `warnings`, and the environment.
     """
     if steps and sweep:
         raise ValueError(f"steps are a sweep of {BUDGET}; give either them or the sweep of {sweep.key}.")
     if steps:
         sweep = Sweep("stop", "max_steps", tuple(steps))
+    if solver is not None:  # before data and model are read
+        check_solver(solver)
     opened = opened or open_run(run, split, data_dir, which=which, changes=changes)
     if sweep or solver or guard:
         require_equilibrium(opened.model, opened.folder, "so there is no step budget or solver to set")
@@ -152,6 +160,7 @@ def score_run(
         "split": split,
         "metric": opened.task.score,
         "solver": used,
+        "asked": solver,
         "own_solver": own,
         "guard": guard,
         "sweep": sweep.key if sweep else None,

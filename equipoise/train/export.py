@@ -9,8 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from equipoise._errors import unknown_name
 from equipoise.solvers import HyperAnderson, WrongModelError, load_solver, save_solver
 from equipoise.solvers._hyper_file import FILE as SOLVER
+from equipoise.tasks import TASKS
 from equipoise.tasks.language_model import VOCABULARY
 from equipoise.train.checkpoint import CONFIG, MODEL, SAVE_DTYPES, TRAINER, save_checkpoint
 from equipoise.train.evaluate import SOLVED, scored_as_it_is
@@ -44,10 +46,12 @@ def export(run: str | Path, out: str | Path, *, which: str = "best", dtype: str 
         ValueError: If there is a learned solver that cannot be read.
     """
     folder, out = find_checkpoint(run, which), Path(out)
+    if dtype not in SAVE_DTYPES:
+        raise unknown_name("dtype (--dtype)", dtype, SAVE_DTYPES)
     _require_free(out, home_of(folder), force)
     home, model, config = home_of(folder), load(folder), read_config(folder)
     solver = _own_solver(home, model)  # before anything is written
-    card = _card(out.name, folder, model, config, dtype)
+    card = _card(out, folder, model, config, dtype, solver)
     save_checkpoint(out, model, config, save_dtype=dtype)
     for name in (VOCABULARY, "classes.json"):
         if (home / name).is_file():
@@ -88,19 +92,23 @@ def _own_solver(home: Path, model: nn.Module) -> HyperAnderson | None:
         return None
 
 
-def _card(name: str, folder: Path, model: nn.Module, config: Mapping[str, Any], dtype: str) -> str:
+def _card(
+    out: Path, folder: Path, model: nn.Module, config: Mapping[str, Any], dtype: str, solver: HyperAnderson | None
+) -> str:
     home, step = home_of(folder), _step_of(folder)
     records = read_metrics(home / LOG) if (home / LOG).is_file() else []
     # The log goes on after this checkpoint, and a fit that it has at this step came before the next one.
     here = [record for record in records if record["step"] == step and "hyper" not in record]
     schedule = Recipe.from_data(config, str(folder / CONFIG)).schedule(model)
     results = [*_validated(here, schedule), *_evaluated(folder, model)]
-    rows = [[split, budget, _scores(values), _residual(residual)] for split, budget, values, residual in results]
+    of_task = TASKS.find(config["task"]["name"])
+    drawn = of_task.shown or of_task.score
+    rows = [[split, budget, _scores(values, drawn), _residual(residual)] for split, budget, values, residual in results]
     task, made_for = config["task"]["name"], config["model"]["name"]
     parameters = sum(p.numel() for p in model.parameters())
     trained = _trained(records[0], here, step, home) if records else ""
     lines = [
-        f"# {name}",
+        f"# {out.name}",
         "",
         f"`{made_for}` with {parameters:,} parameters, in {dtype}, for the task `{task}`{trained}.",
         f"All settings: `{CONFIG}`.",
@@ -108,9 +116,10 @@ def _card(name: str, folder: Path, model: nn.Module, config: Mapping[str, Any], 
         "```python",
         "import equipoise",
         "",
-        f'model = equipoise.load("pretrained/{name}")',
+        f'model = equipoise.load("{out.as_posix()}")',
         "```",
         "",
+        *(_learned(out, solver) if solver is not None else []),
         *(_scored(rows, _by_class(*results[-1][:3])) if results else [_UNKNOWN]),
     ]
     return "\n".join(lines) + "\n"
@@ -172,9 +181,16 @@ def _read_scores(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is damaged ({error}); remove it, `equipoise evaluate` writes a new one.") from error
 
 
-def _scores(values: Mapping[str, Any]) -> str:
+def _learned(out: Path, solver: HyperAnderson) -> list[str]:
+    file = f"`hyper/{SOLVER}`, {solver.num_parameters:,} parameters"
+    return [f"With a learned solver of these weights ({file}): `--solver hyper:{out.as_posix()}`.", ""]
+
+
+def _scores(values: Mapping[str, Any], drawn: str) -> str:
+    """The metric by which models of the task are compared, and others that say something of their own."""
     known = {k: v for k, v in values.items() if isinstance(v, float) and not k.startswith("solve") and k != "seconds"}
-    chosen = {k: v for k, v in known.items() if k not in _NOT_SCORES and not k.startswith(_BY_CLASS)} or known
+    others = {k: v for k, v in known.items() if k not in _NOT_SCORES and not k.startswith(_BY_CLASS)}
+    chosen = {**({drawn: known[drawn]} if drawn in known else {}), **others} or known
     return ", ".join(f"{name} {value:.4g}" for name, value in chosen.items())
 
 

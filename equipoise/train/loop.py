@@ -27,14 +27,16 @@ from equipoise.train.checkpoint import (
     GracefulStop,
     check_writable,
     checkpoint_bytes,
+    latest_checkpoint,
     list_checkpoints,
     read_best,
     recover_checkpoints,
 )
-from equipoise.train.load import CHECKPOINTS, begin_with, check_artifacts, find_checkpoint
+from equipoise.train.load import CHECKPOINTS, begin_with
 from equipoise.train.optim import Stepper, WeightAverage
 from equipoise.train.processes import Processes
 from equipoise.train.recipe import Recipe
+from equipoise.train.resumed import check_resumed
 from equipoise.train.schedule import Horizon, StepPlan, step_seed
 from equipoise.train.shares import Share, make_shares
 from equipoise.train.state import RunState, note_best
@@ -68,12 +70,14 @@ class Outcome:
         metrics: Of the last evaluation.
         best: The best evaluation, as in best.json.
         interrupted: The signal that ended the run early, if any.
+        no_best: Why there is no best evaluation, if there is none.
     """
 
     step: int
     metrics: dict[str, float]
     best: dict[str, Any] | None
     interrupted: str | None = None
+    no_best: str | None = None
 
 
 def train(recipe: Recipe, out: str | Path, *, data_dir: str | None = None, resume: bool = False) -> Outcome:
@@ -116,7 +120,9 @@ def _claim(out: Path, resume: bool, processes: Processes) -> None:
         recover_checkpoints(out / CHECKPOINTS)
     processes.wait()
     if not resume and list_checkpoints(out / CHECKPOINTS):
-        raise FileExistsError(f"{out} holds another run; continue it with resume, or choose another folder.")
+        raise FileExistsError(
+            f"{out} holds another run; resume=True (--resume) goes on with it, else choose another folder (--out)."
+        )
     if processes.main and not resume and (out / LOG).exists():
         (out / LOG).replace(out / "metrics.failed.jsonl")  # of a run that came to nothing
     processes.wait()
@@ -135,6 +141,9 @@ class _Run:
         self.model = task.model()
         # Settings that follow from the data are part of the model: it must load without them.
         self.config = {**recipe.to_data(), "model": {**task.model_defaults(), **recipe.model}}
+        changed = None
+        if resume and (newest := latest_checkpoint(out / CHECKPOINTS)):  # where there is none, restoring says so
+            changed = check_resumed(newest, recipe, task)
         if not resume:
             task.begin(self.model)
             if settings.weights is not None:
@@ -160,8 +169,8 @@ class _Run:
         self.pace = Pace()
         self.far = 0  # log lines in a row that were far from an equilibrium
         if self.processes.main:  # after all else that can be refused, so that a refusal changes nothing
-            if resume:  # before they are written anew, which would hide that they were others
-                check_artifacts(find_checkpoint(out, "latest"), self.config, task)
+            if changed:
+                print(changed, file=sys.stderr)
             write_json(out / "config.json", self.config)
             for name, values in task.artifacts().items():
                 write_json(out / name, values)
@@ -169,6 +178,7 @@ class _Run:
     def fit(self) -> Outcome:
         settings, state = self.recipe.train, self.state
         metrics: dict[str, float] = {}
+        self._warn_of_warmup()
         with self._open_log() as log, self._progress_bar() as bar, GracefulStop() as stop:
             if not self.resumed:
                 self._write(log, self._facts())
@@ -199,7 +209,18 @@ class _Run:
                 bar.write(f"{interrupted}: saving step {state.step}, then ending.", file=sys.stderr)
             if ending and state.saved != state.step:
                 self._save()
-        return Outcome(state.step, metrics, read_best(self.out / CHECKPOINTS), interrupted)
+        best = read_best(self.out / CHECKPOINTS)
+        return Outcome(state.step, metrics, best, interrupted, None if best else self._why_no_best(metrics))
+
+    def _why_no_best(self, metrics: dict[str, float]) -> str:
+        if self._is_stack():
+            warmup = self.recipe.warmup.steps
+            return f"up to warmup.steps = {warmup} the model is a stack of layers, not an equilibrium"
+        return f"{self.task.score} was not finite" if metrics else "nothing was evaluated yet"
+
+    def _is_stack(self) -> bool:
+        """Whether the model is the stack of the warm-up at this step."""
+        return self.schedule is not None and self.schedule.at(self.state.step).phase == "warmup"
 
     def _ending(self, stop: GracefulStop) -> str | None:
         """Why the run should end now, the same in all processes: one asks, all do."""
@@ -220,7 +241,7 @@ class _Run:
     def _fit_solver(self, log: Any, stop: GracefulStop) -> bool:
         """Fit the learned solver to the model as it is, if it is time to; False where a stop came before the end."""
         alternation, device = self.state.alternation, self.processes.device
-        if alternation is None or self.schedule is None or self.schedule.at(self.state.step).phase == "warmup":
+        if alternation is None or self.schedule is None or self._is_stack():
             return True
 
         step, forward = self.state.step, forward_of(self.task, device)
@@ -414,8 +435,7 @@ class _Run:
         folder = self.state.save(root, self.config, self.processes)
         if self.processes.main:
             # The score of a warm-up stack is not that of the equilibrium its weights will be loaded as.
-            stack = self.schedule is not None and self.schedule.at(self.state.step).phase == "warmup"
-            score = None if stack else (metrics or {}).get(self.task.score)
+            score = None if self._is_stack() else (metrics or {}).get(self.task.score)
             note_best(root, folder, self.state.step, self.task.score, score, self.recipe.train.keep)
 
     # What a run says
@@ -481,6 +501,18 @@ class _Run:
                 f"step {self.state.step}: half of the training solves have ended above a relative residual of {FAR} "
                 f"for {FAR_LINES} log lines, now {residual:.2g}: the equilibrium is being lost, and gradients are not "
                 "those of one. Try penalty.keep = 0.1, penalty.along = 'residual', a longer warm-up or more steps.",
+                EquilibriumWarning,
+                stacklevel=4,
+            )
+
+    def _warn_of_warmup(self) -> None:
+        """Say that a run will come to its end as a stack, never as an equilibrium."""
+        warmup, steps = self.recipe.warmup, self.recipe.train.steps
+        if self.schedule is not None and warmup.steps >= steps > self.state.step and self.processes.main:
+            warnings.warn(
+                f"warmup.steps = {warmup.steps} leaves none of train.steps = {steps} for the equilibrium: what is "
+                f"trained is a stack of {warmup.layers} layers, never a DEQ; give fewer warmup.steps, or more "
+                "train.steps.",
                 EquilibriumWarning,
                 stacklevel=4,
             )

@@ -117,7 +117,7 @@ class RunState:
         """Go on from the newest checkpoint."""
         folder = latest_checkpoint(root)
         if folder is None:
-            raise FileNotFoundError(f"{root.parent} has no checkpoint to resume from; start it without resume.")
+            raise FileNotFoundError(f"{root.parent} has no checkpoint to resume from; start it without --resume.")
         try:
             trainer = load_checkpoint(folder, self.model, processes.device).trainer
         except RuntimeError as error:

@@ -127,6 +127,32 @@ def test_a_run_is_resumed(copy_recipe, tmp_path, run_main):
     assert [record["step"] for record in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [0, 2, 2, 4, 4]
 
 
+@pytest.mark.filterwarnings("default::equipoise.EquilibriumWarning")
+def test_a_run_that_is_no_equilibrium_says_so(copy_recipe, tmp_path, run_main):
+    settings = ("--set", "train.steps=2", "--set", "warmup.steps=3")
+    code, out, error = run_main("train", copy_recipe, "--out", tmp_path / "run", *settings)
+    assert code == 0
+    assert error == (
+        "warning: warmup.steps = 3 leaves none of train.steps = 2 for the equilibrium: what is trained is a stack of "
+        "2 layers, never a DEQ; give fewer warmup.steps, or more train.steps.\n"
+    )
+    assert "best: none: up to warmup.steps = 3 the model is a stack of layers" in out
+    assert json.loads(run_main("train", copy_recipe, "--out", tmp_path / "b", *settings, "--json")[1])["best"] is None
+
+
+def test_another_task_does_not_go_on_in_the_folder(copy_recipe, tmp_path, run_main):
+    """Losses and scores of one folder would be of two tasks."""
+    run = ("train", copy_recipe, "--out", tmp_path / "run")
+    assert run_main(*run, "--set", "task.length=10", "--set", "train.steps=2")[0] == 0
+    before = (tmp_path / "run" / "config.json").read_text()
+    code, _, error = run_main(*run, "--resume")
+    assert code == 2
+    assert "trained with task.length = 10, this recipe says 5; repeat --set task.length=10, or" in one_line(error)
+    assert (tmp_path / "run" / "config.json").read_text() == before
+    code, _, error = run_main(*run, "--resume", "--set", "task.length=10")
+    assert (code, error) == (0, "going on with train.steps = 4 instead of 2\n")
+
+
 def test_a_signal_ends_with_130_after_saving(copy_recipe, tmp_path, run_main, monkeypatch):
     step = CopyMemoryTask.training_step
 
@@ -334,6 +360,49 @@ def test_a_package_that_a_model_needs_is_named(copy_recipe, tmp_path, run_main, 
     code, _, error = run_main("train", copy_recipe, "--out", tmp_path / "run", *changes)
     assert code == 2
     assert "'resnet50' needs timm, which is not installed: pip install timm" in one_line(error)
+
+
+def test_ctrl_c_says_what_is_kept(copy_run, copy_recipe, tmp_path, run_main, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    run = shutil.copytree(copy_run, tmp_path / "run")
+    work = ("train.evaluate.score_run", "train.inspection.inspect_run", "generate.sample_texts")
+    for name in (*work, "tasks.CopyMemoryTask.training_step"):
+        monkeypatch.setattr(f"equipoise.{name}", interrupted)
+    cases = {
+        ("evaluate", run): "interrupted: no scores were written\n",
+        ("inspect", run): "interrupted: nothing was written\n",
+        ("generate", run): "interrupted\n",
+        ("train", copy_recipe, "--out", tmp_path / "new"): "interrupted: no checkpoint was written\n",
+        ("train", copy_recipe, "--out", run, "--resume", "--set", "train.steps=6"): (
+            "going on with train.steps = 6 instead of 4\ninterrupted: --resume goes on from the newest checkpoint\n"
+        ),
+    }
+    for arguments, said in cases.items():
+        code, _, error = run_main(*arguments)
+        assert (code, error) == (130, said), arguments
+
+
+def test_ctrl_c_keeps_what_was_measured(copy_run, tmp_path, run_main, monkeypatch):
+    from equipoise.train.pareto import FILE, write_json
+
+    calls, run = [], shutil.copytree(copy_run, tmp_path / "run")
+
+    def interrupted(path, record):
+        if len(calls) % 2:
+            raise KeyboardInterrupt
+        calls.append(path)
+        write_json(path, record)
+
+    monkeypatch.setattr("equipoise.train.pareto.write_json", interrupted)
+    command = ("evaluate", run, "--pareto", "--solver", "anderson,picard", "--steps", 1, "--steps", 2)
+    code, _, error = run_main(*command)
+    assert code == 130
+    assert error.endswith(f"interrupted: {run / FILE} has what was measured\n")
+    code, _, error = run_main(*command)  # the file is an older one now
+    assert code == 130
+    assert error.endswith("interrupted: nothing was measured\n")
 
 
 def test_ctrl_c_ends_with_130(copy_run, run_main, monkeypatch):

@@ -5,13 +5,16 @@ import re
 import shutil
 
 import pytest
+import torch
 
-from equipoise import Anderson, Ladder, override
+from equipoise import Anderson, HyperAnderson, Ladder, override
+from equipoise._module import solutions_of
 from equipoise.bench.harness import Sample
 from equipoise.cli.evaluate import _show_pareto
 from equipoise.generate import Sampling, sample_text
+from equipoise.solvers import save_solver
 from equipoise.train.evaluate import score
-from equipoise.train.load import open_run
+from equipoise.train.load import load, open_run
 from equipoise.train.tracking import read_metrics
 from tests.cli.program import invoke, one_line
 
@@ -98,6 +101,19 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
     assert error.startswith(f"warning: the results were not written to {out / 'eval'}: ")
 
 
+def test_a_learned_solver_is_named_as_it_was_given(copy_run, tmp_path):
+    run = shutil.copytree(copy_run, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    model = load(run)
+    with solutions_of(model) as solutions:
+        model(torch.zeros(2, 25, dtype=torch.long))
+    solver = HyperAnderson.for_sequence(solutions[0][0].value.shape[-1], None)
+    save_solver(solver, tmp_path / "mine" / "solver.safetensors", model)
+    shown = invoke("evaluate", run, "--solver", f"hyper:{tmp_path / 'mine'}").stdout.splitlines()
+    assert shown[0].endswith(f"valid, solver HyperAnderson (hyper:{tmp_path / 'mine'})")
+    (file,) = (run / "eval").iterdir()
+    assert json.loads(file.read_text())["asked"] == f"hyper:{tmp_path / 'mine'}"
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -123,6 +139,26 @@ def test_scores_that_cannot_be_kept_are_shown(copy_run, tmp_path, run_main):
 )
 def test_a_wrong_evaluation_ends_with_one_line(copy_run, run_main, options, words):
     code, _, error = run_main("evaluate", copy_run, *options)
+    assert code == 2
+    assert words in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--steps", "0"), "max_steps must be an integer of at least 1, got 0"),
+        (("--solver", "andersen"), "did you mean 'anderson'"),
+        (("--solver", "hyper:"), "there is no path after hyper:; give the file or the folder of a run"),
+        (("--solver", "hyper:nowhere"), "no learned solver at nowhere"),
+        (("--pareto", "--solver", "anderson,hyper:"), "there is no path after hyper:"),
+    ],
+)
+def test_what_can_be_refused_is_before_anything_is_read(tmp_path, run_main, monkeypatch, options, words):
+    """Here there is not even a run. A learned solver in the working folder is not what `hyper:` means."""
+    (tmp_path / "hyper").mkdir()
+    (tmp_path / "hyper" / "solver.safetensors").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    code, _, error = run_main("evaluate", "run", *options)
     assert code == 2
     assert words in one_line(error)
 

@@ -30,7 +30,7 @@ def test_what_is_wrong_is_said_in_one_line(copy_run, tmp_path, run_main):
             tmp_path / "there",
         ),
         "is not an exported model; give a new folder": (copy_run, tmp_path / "mine"),
-        "did you mean 'bf16'": (copy_run, tmp_path / "small", "--dtype", "bf61"),
+        "unknown dtype (--dtype) 'bf61'; did you mean 'bf16'": (copy_run, tmp_path / "small", "--dtype", "bf61"),
         "neither a checkpoint nor a run": (tmp_path, tmp_path / "small"),
     }
     for words, arguments in wrong.items():

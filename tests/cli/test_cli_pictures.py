@@ -85,7 +85,7 @@ def few_figures(monkeypatch):
     """Each takes some tenths of a second."""
     from equipoise.plots import FIGURES
 
-    few = {name: FIGURES[name] for name in ("convergence", "iou", "masks", "memory", "predictions")}
+    few = {name: FIGURES[name] for name in ("ablation", "convergence", "iou", "masks", "memory", "predictions")}
     monkeypatch.setattr("equipoise.plots.run_report.FIGURES", few)
 
 
@@ -102,6 +102,7 @@ def test_the_report_shows_scores_and_pictures(masks, tmp_path, few_figures):
     assert f"<td>IoU: ground</td><td>{result['iou_ground']:.5g}</td>" in page
     assert "<td>model</td><td>mdeq_shapes</td>" in page
     assert "Not shown: convergence, memory." in page
+    assert "ablat" not in page  # a run has none, and nothing would write one there
     assert re.search(r"Not shown: predictions\. \S+pictures\.npz has masks", page)
 
 
@@ -115,7 +116,40 @@ def test_the_newest_scores_come_first(masks, tmp_path, few_figures):
         )
     invoke("report", run, "--out", tmp_path / "page.html")
     found = re.findall(r"<h2>Scores: (.*?)</h2>", (tmp_path / "page.html").read_text())
-    assert found == ["test, 20260102T000000Z-2", "test, 20260102T000000Z", "valid, 20260101T000000Z"]
+    days = ("2026-01-02", "2026-01-02", "2026-01-01")
+    splits = ("test", "test", "valid")
+    assert found == [f"{split}, {day} 00:00:00 UTC" for split, day in zip(splits, days, strict=True)]
+
+
+def test_scores_in_the_report_say_by_what(copy_run, tmp_path, few_figures):
+    """A plain file, one by another solver and settings, and one under a name of somebody's own."""
+    run = shutil.copytree(copy_run, tmp_path / "run", ignore=shutil.ignore_patterns("eval"))
+    invoke("evaluate", run, "--solver", "picard", "--guard", "--set", "task.batch_size=4")
+    (file,) = (run / "eval").iterdir()
+    learned = {**json.loads(file.read_text()), "solver": "HyperAnderson", "asked": "hyper:runs/it", "guard": False}
+    file.with_name("valid-mine.json").write_text(json.dumps({**learned, "changes": []}))
+    invoke("report", run)
+    page = (run / "report.html").read_text()
+    checkpoint = "By checkpoint <code>step-000004</code>, solver "
+    by = f"{checkpoint}Ladder (Picard, Anderson) with a guard, <code>--set task.batch_size=4</code>."
+    assert f"<p>{by}</p>" in page
+    assert f"<p>{checkpoint}HyperAnderson (<code>hyper:runs/it</code>).</p>" in page
+    assert "<h2>Scores: valid, mine</h2>" in page
+
+
+def test_a_report_that_cannot_be_written_names_the_file_that_was_asked_for(copy_run, tmp_path, run_main, few_figures):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").write_text("")
+    cases = {
+        tmp_path / "runs": f"{tmp_path}/runs is a folder; give a file, e.g. {tmp_path}/runs/report.html.",
+        tmp_path / "file" / "x.html": f"{tmp_path}/file/x.html cannot be written (Not a directory); give another file",
+    }
+    for out, words in cases.items():
+        code, _, error = run_main("report", copy_run, "--out", out)
+        assert code == 2
+        assert words in one_line(error)
+        assert ".partial" not in error
+    assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_no_report_without_a_run(tmp_path, run_main):

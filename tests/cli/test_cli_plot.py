@@ -44,7 +44,7 @@ def test_all_as_json(tmp_path):
     assert record["out"] == str(out)
     assert sorted(record["files"]) == sorted(map(str, out.iterdir()))
     assert len(record["files"]) == 9
-    assert set(record["left_out"]) == set(FIGURES) - {"training", "residual", "nfe"}
+    assert set(record["left_out"]) == set(FIGURES) - {"training", "residual", "nfe", "ablation", "benchmark"}
     assert record["left_out"]["memory"] == [f"{run}/inspect.json is missing; `equipoise inspect {run}` writes it."]
 
 
@@ -71,7 +71,9 @@ def test_errors_end_with_one_line_and_code_2(tmp_path, monkeypatch, capsys):
         ("training", run, bare): f"{bare}/metrics.jsonl is missing; `equipoise train RECIPE --out {bare}` writes it.",
         ("all", bare): "nothing to draw: ",
         ("all", tmp_path / "nowhere"): "no run at ",
-        ("nfe", run, "--out", tmp_path / "file" / "x"): "Not a directory",
+        ("nfe", run, "--out", tmp_path / "file" / "x"): (
+            f"{tmp_path}/file/x cannot be written (Not a directory); give another folder for the figures (--out)."
+        ),
     }
     for arguments, message in cases.items():
         code, said = end(monkeypatch, capsys, *arguments)

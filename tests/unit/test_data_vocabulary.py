@@ -63,6 +63,14 @@ def test_size_without_natural_unknown_makes_room_for_it():
     assert WordVocabulary.fit("a a a b b c\n", size=4).tokens == ("<eos>", "a", "b", "c")
 
 
+def test_what_of_a_text_is_unknown():
+    words = WordVocabulary.fit("a b, c\n", punctuation=True)
+    assert words.strange("b; X\na X") == ([";", "X", "X"], 5)
+    assert WordVocabulary.fit("a b, c\n").strange("b, <eos>\nb") == (["b"], 3)
+    assert CharacterVocabulary.fit("abc\n").strange("ax\nb") == (["x"], 3)
+    assert ByteVocabulary().strange("anything") == ([], 0)
+
+
 def test_unknown_words_are_refused_or_mapped():
     words = WordVocabulary.fit("a b\n")
     with pytest.raises(UnknownTokenError, match="'c' is not among the 3"):

@@ -401,6 +401,19 @@ def test_a_prompt_without_tokens_is_refused_or_treated_as_none(tmp_path):
         assert "".join(pieces).strip()
 
 
+def test_words_of_the_prompt_that_are_unknown_are_named(tmp_path):
+    given = ("task.tokens=word", "task.vocabulary_size=6", "train.steps=1")
+    train(text_recipe(tmp_path / "text", *given), tmp_path / "run")
+    known = json.loads((tmp_path / "run" / "vocabulary.json").read_text())["tokens"]
+    (first, second), said = [word for word in known if word.isalpha()][:2], "of the prompt are not in the vocabulary"
+    list(sample_text(tmp_path / "run", f"{first} {second}\n<unk>", 1))  # a warning would be an error
+    with pytest.warns(UserWarning, match=said) as caught:
+        list(sample_text(tmp_path / "run", f"{first.upper()} {second} xyzzy {first.upper()}", 1))
+    assert str(caught[0].message) == (
+        f"3 of 4 words {said}, and are read as <unk>: {first.upper()}, xyzzy; in lower case it has {first}."
+    )
+
+
 def texts_of(pieces):
     return ["".join(parts) for parts in zip(*pieces, strict=True)]
 

@@ -170,6 +170,48 @@ class StartingCell(TanhCell):
         return x.tanh()
 
 
+class Widened(nn.Module):
+    """A cell whose state is wider than its input, or whose first layer is."""
+
+    def __init__(self, given, width=16):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(given, width), nn.Linear(3, width)
+
+    def forward(self, z, x):
+        return torch.tanh(self.inner(z) + self.outer(x))
+
+
+@pytest.mark.parametrize(("given", "words"), [(3, r"f\(z\) has shape \(8, 16\)"), (16, "cannot be multiplied")])
+def test_an_error_of_the_first_evaluation_tells_the_default_start(given, words):
+    x, note = torch.randn(8, 3), "zeros like the first input, of shape (8, 3); give the cell an initial_state(*inputs)"
+    with pytest.raises((ValueError, RuntimeError), match=words) as caught:
+        DEQ(Widened(given))(x)
+    assert [note in line for line in caught.value.__notes__] == [True]
+    starts = {"z0": torch.zeros(8, 3)}
+    with pytest.raises((ValueError, RuntimeError), match=words) as caught:
+        DEQ(Widened(given))(x, **starts)
+    assert not hasattr(caught.value, "__notes__")
+    with pytest.raises((ValueError, RuntimeError), match=words) as caught:
+        DEQ(Widened(given), initial_state=torch.zeros_like)(x)
+    assert not hasattr(caught.value, "__notes__")
+    assert DEQ(Widened(16), initial_state=lambda x: x.new_zeros(len(x), 16))(x).value.shape == (8, 16)
+
+
+def test_an_error_of_a_later_evaluation_is_left_as_it_is():
+    class Late(nn.Module):
+        calls = 0
+
+        def forward(self, z, x):
+            self.calls += 1
+            if self.calls == 3:
+                raise RuntimeError("late")
+            return torch.tanh(0.5 * z + x)
+
+    with pytest.raises(RuntimeError, match="late") as caught:
+        DEQ(Late())(torch.randn(4, 3))
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_cell_may_bring_its_own_start_and_the_module_may_replace_it():
     x = normal(3, 6)
     for options, want in (({}, x.tanh()), ({"initial_state": lambda x: x + 1}, x + 1)):

@@ -68,7 +68,15 @@ def test_the_card_says_what_was_measured(run, tmp_path):
     for split, budget in (("valid", "3"), ("valid", "6"), ("test", "4")):
         assert f"| {split} | {budget} | " in card
     assert "for 2 steps" in card
-    assert 'equipoise.load("pretrained/small")' in card
+    assert f'equipoise.load("{tmp_path.as_posix()}/small")' in card
+    assert "learned solver" not in card
+
+
+def test_the_card_has_what_models_of_the_task_are_compared_by(finished, tmp_path):
+    """Of copy memory that is the loss, beside which recall may be zero for long."""
+    last = json.loads((finished[0] / LOG).read_text().splitlines()[-1])["valid"]
+    card = (export(finished[0], tmp_path / "small", which="latest") / "README.md").read_text()
+    assert f"| valid | as set | loss {last['loss']:.4g}, " in card
 
 
 def card_of(run, folder, **options):
@@ -203,6 +211,8 @@ def test_a_learned_solver_goes_along_if_it_is_one_of_these_weights(run, tmp_path
             parameter.normal_()
     save_solver(solver, copied / "hyper" / "solver.safetensors", model)
     folder = export(copied, tmp_path / "small")
+    card = (folder / "README.md").read_text()
+    assert f"(`hyper/solver.safetensors`, {solver.num_parameters:,} parameters): `--solver hyper:{folder}`." in card
     handed_on = load_solver(folder, equipoise.load(folder))
     assert handed_on.config == solver.config
     for kept, own in zip(handed_on.parameters(), solver.parameters(), strict=True):

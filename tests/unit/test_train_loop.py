@@ -197,8 +197,12 @@ def test_warmup_trains_the_stack_and_then_the_equilibrium(tmp_path):
 
 
 def test_the_stack_of_the_warmup_is_evaluated_as_what_it_is(tmp_path):
-    """Using up a fixed number of layers is no failure of a solver."""
-    train(recipe(COPY, "warmup.steps=9", "train.evaluate_every=2", "train.steps=3"), tmp_path)
+    """Using up a fixed number of layers is no failure of a solver; the run says once that it is nothing else."""
+    with pytest.warns(EquilibriumWarning, match=r"warmup\.steps = 9 leaves none of .*never a DEQ") as said:
+        outcome = train(recipe(COPY, "warmup.steps=9", "train.evaluate_every=2", "train.steps=3"), tmp_path)
+    assert len(said) == 1
+    assert outcome.best is None
+    assert "up to warmup.steps = 9 the model is a stack" in outcome.no_best
     valid = next(record["valid"] for record in lines(tmp_path) if "valid" in record)
     assert valid["solve_steps_p95"] == 2
     assert valid["solve_failures"] == 0

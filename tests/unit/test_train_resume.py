@@ -1,5 +1,6 @@
 """A resumed run is an uninterrupted one, bit for bit on one CPU; what cannot be resumed is refused."""
 
+import json
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import pytest
 from equipoise.tasks import CopyMemoryTask
 from equipoise.train.checkpoint import CheckpointError, latest_checkpoint, read_best
 from equipoise.train.loop import train
-from tests.runs import COPY, recipe, text_recipe
+from tests.runs import COPY, TEXT, recipe, text_recipe
 from tests.training import lines, same, saved, train_records, with_model
 
 PHASES = (
@@ -178,6 +179,49 @@ def test_a_run_does_not_go_on_with_another_vocabulary_of_the_same_size(tmp_path,
     with pytest.raises(ValueError, match=r"another vocabulary\.json than .*give the data of its training"):
         train(given, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "vocabulary.json").read_text() == vocabulary
+
+
+def test_a_run_does_not_go_on_with_another_task_or_model(finished, tmp_path):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    others = ("task.length=7", "task.placeholders=true", "model.d_inner=20", "model.dropout=0.1", "train.steps=8")
+    with pytest.raises(ValueError, match="the run was trained with") as error:
+        train(recipe(COPY, *others), out, resume=True)
+    assert "step-000006: the run was trained with task.length = 5, task.placeholders = false, " in str(error.value)
+    assert "model.d_inner = 24, model.dropout = its default, this recipe says 7, true, 20, 0.1; " in str(error.value)
+    assert "repeat --set task.length=5 --set task.placeholders=false --set model.d_inner=24 and " in str(error.value)
+    assert "leave model.dropout out, or choose another folder (--out)" in str(error.value)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_setting_that_was_left_out_is_at_its_default(finished, tmp_path):
+    """The recipe says what an older file did not know yet."""
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    file = latest_checkpoint(out / "checkpoints") / "config.json"
+    config = json.loads(file.read_text())
+    assert config["task"].pop("placeholders") is False
+    file.write_text(json.dumps(config))
+    assert train(recipe(COPY), out, resume=True).step == 6
+    with pytest.raises(ValueError, match=r"task\.placeholders = false, this recipe says true"):
+        train(recipe(COPY, "task.placeholders=true"), out, resume=True)
+
+
+def test_a_resumed_run_says_what_has_changed(finished, tmp_path, capsys):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    train(recipe(COPY), out, resume=True)
+    assert capsys.readouterr().err == ""
+    train(recipe(COPY, "train.steps=7", "stop.max_steps=8"), out, resume=True)
+    said = "going on with stop.max_steps = 8 instead of 6, train.steps = 7 instead of 6\n"
+    assert capsys.readouterr().err == said
+
+
+def test_data_may_have_moved(tmp_path, capsys):
+    train(text_recipe(tmp_path / "text", "train.steps=2"), tmp_path / "run")
+    (tmp_path / "text").rename(tmp_path / "moved")
+    assert train(text_recipe(tmp_path / "moved", "train.steps=2"), tmp_path / "run", resume=True).step == 2
+    assert f"task.corpus = {tmp_path / 'moved'} instead of {tmp_path / 'text'}\n" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"task\.corpus = .*this recipe says embedded"):
+        train(recipe(TEXT, "task.corpus=embedded"), tmp_path / "run", resume=True)
 
 
 def test_weights_alone_are_nothing_to_resume_from(finished, tmp_path):
