@@ -220,6 +220,7 @@ QUICK = ("transformer", "penalty", "trellisnet")
 @pytest.mark.parametrize(
     "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in MODELS]
 )
+@pytest.mark.filterwarnings("ignore:warmup.steps = 100 leaves none:equipoise.EquilibriumWarning")  # a stack is meant
 def test_replayed_steps_are_ordinary_steps(emulated, tmp_path, case):
     """Losses, draws, weights, moments, averages, memory and statistics, bit for bit."""
     run = trained_the_same(given_for(case, tmp_path), tmp_path)
