@@ -122,6 +122,21 @@ def test_a_tolerance_cannot_be_exported(cell, x):
         torch.export.export(DEQ(cell), (x,), strict=True)
 
 
+def test_a_budget_can_be_exported(cell, x):
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.deq = DEQ(cell, stop=Stop(rtol=0, max_steps=6))
+
+        def forward(self, x):
+            return self.deq(x).value
+
+    model = Head().eval().requires_grad_(False)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,), strict=True)
+    torch.testing.assert_close(exported.module()(2 * x), model(2 * x))
+
+
 @pytest.mark.parametrize("adjoint", [Implicit(), Implicit(any_order=True), Phantom(), Unroll(), Reversible(beta=0.5)])
 def test_a_value_may_be_written_into(cell, x, adjoint):
     deq = DEQ(cell, adjoint=adjoint, solver=Picard(), stop=Stop(rtol=0, max_steps=12))
