@@ -382,6 +382,12 @@ def _ablations(record: Mapping[str, Any], figures: Sequence[str]) -> list[str]:
         f"{ranges(counted_steps(record))}; beside it the mean logarithm of the median residual after 1 to "
         f"{record['unroll']}.",
         table(columns, rows),
-        "What was published, and the difference of our excess losses with its standard error:",
-        table(("published", "ours", ""), claims),
+        *(
+            (
+                "What was published, and the difference of our excess losses with its standard error:",
+                table(("published", "ours", ""), claims),
+            )
+            if claims
+            else ()
+        ),
     ]

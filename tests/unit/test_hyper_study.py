@@ -680,6 +680,14 @@ def text_record(**variants):
     return {**record, **facts, "environment": {"devices": ["cpu"], "packages": {"torch": "2"}}}
 
 
+def test_the_text_says_nothing_of_what_was_published_where_nothing_was():
+    record = text_record(full=[curve(5.0, 1.5, 1.0)], other=[curve(5.0, 1.6, 1.0)])
+    recipes = {"full": HyperRecipe(), "other": HyperRecipe(worse_than=("full",))}
+    times = timed(("anderson", 2.0), ("hyper", 1.0))
+    said = [markdown(concluded(record, times, None, known), []) for known in (recipes, {})]
+    assert ["What was published, and the difference" in text for text in said] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("bound", "words"),
     [
