@@ -50,15 +50,25 @@ def reenter_autocast(device_type: str, dtype: torch.dtype | None) -> AbstractCon
 
 def leaves_reached(outputs: list[Tensor], except_for: list[Tensor]) -> Iterator[Tensor]:
     """The leaf tensors that a gradient of `outputs` would reach by a way that does not end at `except_for`."""
-    seen = {tensor.grad_fn for tensor in except_for}
+    for node in _nodes(outputs, {tensor.grad_fn for tensor in except_for}):
+        if hasattr(node, "variable"):
+            yield node.variable
+
+
+def hides_leaves(outputs: list[Tensor]) -> bool:
+    """Whether a re-entrant checkpoint is in the graph: tensors that it uses by themselves are no part of that."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in _nodes(outputs, set()))
+
+
+def _nodes(outputs: list[Tensor], seen: set[Any]) -> Iterator[Any]:
+    """The nodes of a graph, those apart that were seen."""
     stack = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            yield node.variable
+        yield node
         stack.extend(following for following, _ in node.next_functions if following is not None)
 
 

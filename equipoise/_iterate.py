@@ -104,7 +104,7 @@ class _Run:
         self.on_host = problem.spec.device.type == "cpu" and not torch.compiler.is_compiling()
         self.live = _LiveCount(self.on_host)
         plain = stop.select == "best" and not (stop.fixed_budget or collect or keep_state or torch.is_grad_enabled())
-        self.may_compact = plain and problem.can_slice
+        self.may_compact = plain
         self.grad = torch.is_grad_enabled()
         self.tiny = tiny_norm(problem.spec.work_dtype)
         self.all_running = self.on_host  # the host knows that no system has finished
@@ -231,6 +231,9 @@ class _Run:
         while bucket >= COMPACT_MIN_SYSTEMS and live <= bucket * COMPACT_SHARE:
             bucket = (bucket + 1) // 2
         if bucket == systems:
+            return z, state
+        if not self.problem.can_slice:  # asked when it counts: f may have many modules to look at
+            self.may_compact = False
             return z, state
         self.state_bytes = max(self.state_bytes, state.nbytes)
         kept = torch.argsort(self.progress.status >= 0, stable=True)[:bucket]  # running systems first

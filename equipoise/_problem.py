@@ -379,7 +379,10 @@ def mixes_systems(f: Callable[..., Tree]) -> bool:
     """Whether f is a module that normalises by its batch: a result then depends on all systems, finished ones too."""
     if not isinstance(f, nn.Module):
         return False
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in f.modules())
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
+        for module in f.modules()
+    )
 
 
 def _versions(z: Leaves) -> list[int] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from equipoise._compat import keep_backward_buffers, leaves_reached
+from equipoise._compat import hides_leaves, keep_backward_buffers, leaves_reached
 from equipoise._iterate import Outcome
 from equipoise._problem import Problem, pullback
 from equipoise._registry import Registry
@@ -176,6 +176,11 @@ def attach(name: str, problem: Problem, z: Leaves, solve: AdjointSolve, record: 
     start = sever(z)
     fz = problem.evaluate(start)
     if next(leaves_reached(fz, except_for=start), None) is None:
+        if hides_leaves(fz):
+            raise RuntimeError(
+                f"{name}: f uses torch.utils.checkpoint with use_reentrant=True, which hides what wants a gradient; "
+                "pass use_reentrant=False."
+            )
         return z  # nothing that f uses wants a gradient
     return list(_Attach.apply(name, problem, solve, record, *fz, *start))
 

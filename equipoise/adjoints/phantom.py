@@ -6,7 +6,6 @@ from typing import ClassVar
 import torch
 
 from equipoise import _leaves
-from equipoise._compat import leaves_reached
 from equipoise._errors import require_count, require_number
 from equipoise._problem import Problem
 from equipoise._solution import Solution
@@ -62,10 +61,8 @@ def _solve(problem: Problem, z0: Leaves, run: Run, name: str, steps: int, dampin
         outcome = run(problem, [leaf.detach() for leaf in z0])
     if not torch.is_grad_enabled():
         return finish(problem, outcome)
-    start = z = outcome.value if steps == 1 and damping == 1.0 else sever(outcome.value)
+    z = outcome.value if steps == 1 and damping == 1.0 else sever(outcome.value)
     for _ in range(steps):
         fz = problem.evaluate(z)
         z = fz if damping == 1.0 else _leaves.axpy(z, damping, _leaves.subtract(fz, z))
-    if next(leaves_reached(z, except_for=start), None) is None:
-        return finish(problem, outcome)  # nothing that f uses wants a gradient
     return finish(problem, outcome, graft(name, outcome.value, z))

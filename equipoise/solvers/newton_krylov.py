@@ -111,7 +111,7 @@ class NewtonKrylov(Solver):
 
     def propose(self, problem: "Problem", z: Leaves, fz: Leaves, state: State) -> tuple[Leaves, NewtonState]:
         assert isinstance(state, NewtonState)
-        if any(leaf.requires_grad for leaf in fz):
+        if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in fz):
             raise ValueError(
                 "NewtonKrylov cannot be unrolled: its linear solves are not differentiated. Implicit() gives the "
                 "gradient of the equilibrium; Unroll() takes Picard, Anderson or Broyden."

@@ -4,6 +4,7 @@ A checkpoint is written under a temporary name beside its place, flushed to the 
 disk never harms an older one. Nothing in it runs code when it is read.
 """
 
+import contextlib
 import errno
 import json
 import math
@@ -465,4 +466,5 @@ class GracefulStop:
             self._first = time.monotonic()
             self.request(signal.Signals(number).name)
             if os.environ.get("RANK", "0") == "0":  # at once: those who look at the flag may do so late
-                os.write(2, f"\n{self.reason}: will save and end; once more ends at once.\n".encode())
+                with contextlib.suppress(OSError):  # nobody may be listening any more
+                    os.write(2, f"\n{self.reason}: will save and end; once more ends at once.\n".encode())

@@ -205,10 +205,10 @@ class _Run:
                 elif state.step % settings.save_every == 0:
                     self._save()
             interrupted = None if ending == TIME_IS_UP else ending
-            if interrupted and self.processes.main:
-                bar.write(f"{interrupted}: saving step {state.step}, then ending.", file=sys.stderr)
             if ending and state.saved != state.step:
                 self._save()
+            if interrupted and self.processes.main:
+                bar.write(f"{interrupted}: saving step {state.step}, then ending.", file=sys.stderr)
         best = read_best(self.out / CHECKPOINTS)
         return Outcome(state.step, metrics, best, interrupted, None if best else self._why_no_best(metrics))
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from equipoise.data.images import IMAGES
 from equipoise.data.text import CORPORA, EMBEDDED
+from equipoise.models import create_model
 from equipoise.tasks import Task
 from equipoise.train.checkpoint import CONFIG
 from equipoise.train.config import ConfigError, to_data
@@ -16,8 +19,15 @@ from equipoise.train.recipe import Recipe
 
 # What a run begins with: one that goes on has weights of its own.
 _BEGINNINGS = ("task.transfer", "train.weights")
-# How the data are cut into batches, not what they are; a memory that no longer fits is refused by itself.
-_BATCHES = ("task.batch_size", "task.eval_batch_size")
+# How data are cut into batches, or scored, not what is learned; a memory that no longer fits is refused by itself.
+_BATCHES = (
+    "task.batch_size",
+    "task.eval_batch_size",
+    "task.eval_length",
+    "task.eval_scales",
+    "task.eval_flip",
+    "task.test_size",
+)
 _PLACES = ("task.corpus", "task.data")
 _MOST = 8  # differences that are named
 _ABSENT = object()
@@ -50,11 +60,28 @@ def _differences(before: Recipe, now: Recipe, task: Task) -> Differences:
     # Through recipes, so that settings an older file does not have are at their defaults.
     were, are = (_flat({**recipe.to_data(), "model": to_data(recipe.model)}) for recipe in (before, now))
     of_data = {f"model.{name}" for name in task.model_defaults() if name not in now.model}
-    return {
+    found = {
         name: (were.get(name, _ABSENT), are.get(name, _ABSENT))
         for name in {**were, **are}
         if name not in _BEGINNINGS and name not in of_data and were.get(name, _ABSENT) != are.get(name, _ABSENT)
     }
+    of_model = {name for name in found if name.startswith("model.")}
+    if of_model and _same_model(before, now, task):  # one of them says what is the default
+        found = {name: values for name, values in found.items() if name not in of_model}
+    return found
+
+
+def _same_model(before: Recipe, now: Recipe, task: Task) -> bool:
+    """Whether the settings of both come to the same model."""
+    configs = []
+    for recipe in (before, now):
+        settings = {**task.model_defaults(), **recipe.model}
+        try:
+            with torch.device("meta"):
+                configs.append(getattr(create_model(settings.pop("name"), **settings), "config", None))
+        except (RuntimeError, TypeError, ValueError):  # it says why where it is built for good
+            return False
+    return configs[0] is not None and configs[0] == configs[1]
 
 
 def _flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:

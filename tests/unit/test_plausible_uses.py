@@ -97,6 +97,8 @@ def test_batch_normalisation_keeps_all_systems_in_the_batch():
     assert error.max() < 1e-4  # dropping finished systems would change the statistics: 0.79
     cell.eval()
     assert DEQ(cell).problem(x).can_slice
+    cell.norm = nn.BatchNorm1d(6, track_running_stats=False).double().eval()  # by its batch all the same
+    assert not DEQ(cell).problem(x).can_slice
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # which the compiler looks at
@@ -222,6 +224,36 @@ def test_newton_is_not_unrolled(cell, x, solver):
         assert DEQ(cell, solver=solver, adjoint=Unroll())(x).stats.ok.all()
 
 
+def test_newton_where_f_turns_gradients_on_by_itself(cell, x):
+    def f(z, x):
+        with torch.enable_grad():
+            return cell(z, x)
+
+    assert fixed_point(f, torch.zeros_like(x), x, in_dims=0, solver=NewtonKrylov()).stats.ok.all()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # in the solve, it is so
+@pytest.mark.parametrize("adjoint", [Implicit(), Phantom()])
+def test_a_reentrant_checkpoint_in_the_cell_loses_no_gradient_in_silence(cell, x, adjoint):
+    class Reentrant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = cell
+
+        def forward(self, z, x):
+            return checkpoint(self.inner, z, x, use_reentrant=True)
+
+    deq, head = DEQ(Reentrant(), adjoint=adjoint), nn.Linear(6, 1).double()
+    if isinstance(adjoint, Implicit):
+        with pytest.raises(RuntimeError, match="use_reentrant=True, which hides what wants a gradient"):
+            deq(x)
+        return
+    head(deq(x).value).sum().backward()
+    found, cell.inner.weight.grad = cell.inner.weight.grad, None
+    head(DEQ(cell, adjoint=adjoint)(x).value).sum().backward()
+    torch.testing.assert_close(found, cell.inner.weight.grad)
+
+
 def test_shine_under_autocast_is_finite():
     torch.manual_seed(0)
     cell, x = Cell(), torch.randn(5, 6, requires_grad=True)
@@ -232,7 +264,7 @@ def test_shine_under_autocast_is_finite():
 
 def test_nothing_that_wants_a_gradient_gets_none(cell, x):
     cell.requires_grad_(False)
-    for adjoint in (Implicit(), Phantom(), Unroll()):
+    for adjoint in (Implicit(), Unroll()):
         assert not DEQ(cell, adjoint=adjoint)(x).value.requires_grad
 
 

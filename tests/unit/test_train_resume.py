@@ -181,6 +181,12 @@ def test_a_run_does_not_go_on_with_another_vocabulary_of_the_same_size(tmp_path,
     assert (tmp_path / "run" / "vocabulary.json").read_text() == vocabulary
 
 
+def test_a_recipe_may_say_what_is_the_default(finished, tmp_path, capsys):
+    out = shutil.copytree(finished[0], tmp_path / "run")
+    train(recipe(COPY, "model.dropout=0.0"), out, resume=True)
+    assert "going on with" not in capsys.readouterr().err
+
+
 def test_a_run_does_not_go_on_with_another_task_or_model(finished, tmp_path):
     out = shutil.copytree(finished[0], tmp_path / "run")
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
