@@ -10,7 +10,6 @@ from equipoise.cli.options import AsJson, DataDir, Force, Guard, RunFolder, Spli
 from equipoise.cli.output import plots_or_exit, show, table, warn
 
 IOU = "iou_"
-LEARNED = "hyper:"
 
 Solvers = Annotated[
     str | None,
@@ -110,8 +109,10 @@ def evaluate(
 
 def _show_scores(record: dict[str, Any]) -> None:
     """A line on what was scored, and a row per result."""
+    from equipoise.solvers._hyper_file import PREFIX
+
     results, sweep = record["results"], record["sweep"]
-    learned = f" ({record['asked']})" if (record["asked"] or "").startswith(LEARNED) else ""
+    learned = f" ({record['asked']})" if (record["asked"] or "").startswith(PREFIX) else ""
     solver = f", solver {record['solver']}{learned}" if record["solver"] else ""
     key = "steps" if sweep in (None, "stop.max_steps") else sweep
     left_out = {"steps", "solve", "seconds", key}

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -132,8 +132,9 @@ def hyper(
     (recipe,) = chosen.values()
     try:
         record = fit_run(run, recipe, out=out, finetune=finetune, inputs=inputs, force=force, progress=True, **options)
-    except KeyboardInterrupt:
-        _interrupted("no solver was written; --minutes or --steps end a fit earlier, and keep it")
+    except KeyboardInterrupt as error:
+        kept = "no solver was written; --minutes or --steps end a fit earlier, and keep it"
+        raise KeyboardInterrupt(kept) from error
     show(record, True) if as_json else _print(record)
     _warn_of(record, recipe)
 
@@ -208,8 +209,9 @@ def _report(
     say = typer.echo if not as_json else lambda text: typer.echo(text, err=True)
     try:
         record = study_run(run, recipes, out, measuring=Measuring(**measured), command=command, say=say, **options)
-    except KeyboardInterrupt:
-        _interrupted("the same command goes on after the last fit or measurement that came to its end")
+    except KeyboardInterrupt as error:
+        kept = "the same command goes on after the last fit or measurement that came to its end"
+        raise KeyboardInterrupt(kept) from error
     if as_json:
         show(record, True)
         return
@@ -219,11 +221,6 @@ def _report(
 
 
 # One fit
-
-
-def _interrupted(what: str) -> NoReturn:
-    print(f"interrupted: {what}", file=sys.stderr)
-    raise typer.Exit(130)
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from equipoise.plots.iou import PREFIX
 from equipoise.plots.logs import LogError, Run, open_runs
 from equipoise.plots.registry import FIGURES, Chart
 from equipoise.plots.report import Page
+from equipoise.solvers._hyper_file import PREFIX as LEARNED
 from equipoise.train.tracking import written_scores
 
 REPORT = "report.html"
@@ -98,7 +99,7 @@ def _how(record: dict[str, Any]) -> str:
     parts = [f"checkpoint `{Path(record['checkpoint']).name}`"] if record.get("checkpoint") else []
     if record.get("solver"):
         asked = record.get("asked") or ""
-        learned = f" (`{asked}`)" if asked.startswith("hyper:") else ""
+        learned = f" (`{asked}`)" if asked.startswith(LEARNED) else ""
         parts.append(f"solver {record['solver']}{learned}{' with a guard' if record.get('guard') else ''}")
     if record.get("changes"):
         parts.append(" ".join(f"`--set {change}`" for change in record["changes"]))
